@@ -1,0 +1,83 @@
+"""Clients, tools and prompts that all trajectories of a process share, built once.
+
+Inputs: the argument namespace (settings, router address, tokenizer of slime's rollout state) and the role file.
+Invariants: one crew per (settings, policy address); it holds no state of a question and none of an event loop (the
+clients keep their connections per loop); the role table is logged once, when the crew is built. Leaves out: starting
+servers.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from agentic.agentflow.config import AgentFlowConfig
+from agentic.agentflow.memory import Tokenizer
+from agentic.agentflow.prompts import PromptSet
+from agentic.agentflow.tools import Toolbox
+from agentic.common.clients import FrozenClient, PolicyClient
+from agentic.common.roles import RoleTable
+from agentic.common.sandbox import SandboxLimits
+from slime.rollout.sglang_rollout import GenerateState, get_model_url
+
+logger = logging.getLogger(__name__)
+
+ROLES = ("planner", "executor", "verifier", "base_generator", "python_coder", "generator", "judge")
+
+
+@dataclass(frozen=True)
+class Crew:
+    """Everything that trajectories share."""
+
+    config: AgentFlowConfig
+    prompts: PromptSet
+    toolbox: Toolbox
+    policy: PolicyClient
+    frozen: Mapping[str, FrozenClient]
+    tokenizer: Tokenizer
+    """The policy's; it measures the memory budgets."""
+
+    @classmethod
+    def build(cls, config: AgentFlowConfig, table: RoleTable, tokenizer: Tokenizer) -> Crew:
+        """Clients for all roles of the table.
+
+        Raises:
+            ConfigError: the prompt set is incomplete.
+        """
+        prompts = PromptSet.load(config.prompt_set)
+        # The policy's tokenizer and context are its own; frozen roles load theirs from the role file.
+        policy = PolicyClient(table["planner"], tokenizer, config.max_context_len)
+        frozen = {role.name: FrozenClient(role) for role in table if role.name != "planner"}
+        seconds = config.sandbox_timeout_s
+        limits = SandboxLimits(timeout_s=seconds, cpu_s=math.ceil(seconds), memory_mb=config.sandbox_memory_mb)
+        return cls(config, prompts, Toolbox.build(config.tools, frozen, prompts, limits), policy, frozen, tokenizer)
+
+
+def load_roles(args: Namespace, config: AgentFlowConfig) -> RoleTable:
+    """The role table of these settings.
+
+    Raises:
+        FileNotFoundError, ConfigError: no such file, unknown or missing role, wrong value.
+    """
+    return RoleTable.load(config.roles, _policy_url(args), known_roles=ROLES, required=config.required_roles)
+
+
+_CREWS: dict[tuple[AgentFlowConfig, str], Crew] = {}
+
+
+def get_crew(args: Namespace) -> Crew:
+    """The process's crew for these arguments. Built without awaiting, so two tasks cannot build it twice."""
+    config = AgentFlowConfig.from_args(args)
+    key = (config, _policy_url(args))
+    if key not in _CREWS:
+        table = load_roles(args, config)
+        logger.info("AgentFlow settings: %s\n%s", config, table.describe())
+        _CREWS[key] = Crew.build(config, table, GenerateState(args).tokenizer)
+    return _CREWS[key]
+
+
+def _policy_url(args: Namespace) -> str:
+    return get_model_url(args, "default", endpoint="")

@@ -1,0 +1,178 @@
+"""Hooks `generate` (`--custom-generate-function-path`) and `eval_log` (`--custom-eval-rollout-log-function-path`).
+
+Inputs: slime's arguments and one `Sample` with a question and a label. Invariants: `sample.prompt` is never changed;
+training and evaluation take the same path with other limits; the sample's own token fields are those of the last
+trained turn, all turns are in `train_metadata["turns"]`; a failure of the infrastructure is a status with
+`failure_reason`, removed from training, never a reward of zero. Leaves out: scoring (`reward`), credit (`convert`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import re
+import time
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from agentic.agentflow.config import AgentFlowConfig
+from agentic.agentflow.crew import Crew, get_crew, load_roles
+from agentic.agentflow.solver import Solver, Trajectory
+from agentic.common.errors import AgenticError, ConfigError, InfrastructureError, PromptTooLong, RoleTimeout
+from agentic.common.failures import mark_failed
+from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
+
+ABORT_REASONS = ("engine_aborted", "trajectory_timeout")
+UNUSABLE = (Sample.Status.FAILED, Sample.Status.ABORTED)
+# The instruction that DAPO-Math-17k puts around every problem; it contradicts the output formats of our roles.
+_WRAPPER_HEAD = re.compile(r"(?s)\A\s*Solve the following math problem step by step\..{0,200}?to the problem\.\s*")
+_WRAPPER_TAIL = re.compile(r"\s*Remember to put your answer on its own line after \"Answer:\"\.?\s*\Z")
+
+
+async def generate(
+    args: Namespace, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
+) -> Sample:
+    """Run AgentFlow on one question and store the trajectory in the sample.
+
+    Status: COMPLETED; TRUNCATED if a trained turn or the final answer hit its length limit; ABORTED if the engine
+    aborted or time ran out; FAILED for any other failure of the infrastructure. The last two have `remove_sample`.
+
+    Raises:
+        ConfigError: settings, role file or prompt set are wrong, or the sample has no question.
+    """
+    crew = get_crew(args)
+    question = question_of(sample.prompt, crew.config.strip_wrapper)
+    max_steps = crew.config.eval_max_steps if evaluation else crew.config.max_steps
+    solver = Solver(crew, question, sampling_params, max_steps)
+    failure: AgenticError | None = None
+    try:
+        await solver.solve()
+    except (InfrastructureError, PromptTooLong) as error:
+        logger.warning("trajectory of sample %s failed: %s", sample.index, error)
+        failure = error
+    _store(sample, solver.trajectory, failure, crew)
+    return sample
+
+
+def question_of(prompt: str | list[dict[str, Any]], strip_wrapper: bool = True) -> str:
+    """The question: the prompt's text, or its last user message, without the known data set wrapper.
+
+    Raises:
+        ConfigError: the prompt has no text.
+    """
+    if isinstance(prompt, str):
+        text: Any = prompt
+    else:
+        text = next((message["content"] for message in reversed(prompt) if message["role"] == "user"), "")
+    if not isinstance(text, str) or not text.strip():
+        raise ConfigError(f"sample has no question text in its prompt: {str(prompt)[:200]!r}; check --input-key")
+    if strip_wrapper:
+        text = _WRAPPER_TAIL.sub("", _WRAPPER_HEAD.sub("", text))
+    return text.strip()
+
+
+def _store(sample: Sample, trajectory: Trajectory, failure: AgenticError | None, crew: Crew) -> None:
+    # A placeholder that keeps reward model and judge away; conversion excludes the sample from all statistics.
+    sample.reward = None if failure is None else 0.0
+    sample.metadata = {
+        **sample.metadata,
+        "question": trajectory.question,
+        "final_output": trajectory.final_output,
+        "trace": trajectory.trace,
+        "stop_reason": trajectory.stop_reason if failure is None else "failure",
+        "counters": dict(trajectory.counters),
+        "failure_reason": None,
+    }
+    sample.remove_sample = False
+    if failure is not None:
+        mark_failed(sample, failure)
+    sample.status = _status(trajectory, failure)
+    sample.train_metadata = {"turns": [turn.to_dict() for turn in trajectory.turns]}
+    sample.weight_versions += [turn.weight_version for turn in trajectory.turns if turn.weight_version is not None]
+    sample.non_generation_time += trajectory.tool_seconds
+    _store_tokens(sample, trajectory, crew)
+
+
+def _store_tokens(sample: Sample, trajectory: Trajectory, crew: Crew) -> None:
+    """Token fields from the last trained turn, else the last turn; without any turn one masked token."""
+    turns = [turn for turn in trajectory.turns if turn.trained] or trajectory.turns
+    if turns:
+        last = turns[-1]
+        sample.tokens, sample.response = list(last.tokens), last.text
+        sample.response_length = last.response_length
+        sample.loss_mask, sample.rollout_log_probs = list(last.loss_mask), list(last.rollout_log_probs)
+    else:
+        stub = crew.tokenizer.encode("\n", add_special_tokens=False)[:1] or [0]
+        sample.tokens, sample.response, sample.response_length = stub, "", 1
+        sample.loss_mask, sample.rollout_log_probs = [0], [0.0]
+
+
+def _status(trajectory: Trajectory, failure: AgenticError | None) -> Sample.Status:
+    if failure is None:
+        return Sample.Status.TRUNCATED if trajectory.truncated else Sample.Status.COMPLETED
+    timed_out = isinstance(failure, RoleTimeout) or failure.reason in ABORT_REASONS
+    return Sample.Status.ABORTED if timed_out else Sample.Status.FAILED
+
+
+def eval_log(
+    rollout_id: int, args: Namespace, data: dict[str, dict[str, Any]], extra_metrics: dict[str, Any] | None = None
+) -> bool:
+    """Append one JSON line per data set to `args.save/eval_log.jsonl`; False, so that slime logs as well.
+
+    Failed trajectories are counted, not averaged. Every line carries the settings and the role table.
+    """
+    if not args.save:
+        logger.warning(
+            "eval_log: --save is not set, the evaluation of rollout %d is not written to a file", rollout_id
+        )
+        return False
+    config = AgentFlowConfig.from_args(args)
+    roles = [asdict(role) for role in load_roles(args, config)]
+    for name, result in data.items():
+        line = {"time": time.time(), "rollout_id": rollout_id, "dataset": name, **_summary(result)}
+        line |= {"config": asdict(config), "roles": roles, "extra_metrics": extra_metrics or {}}
+        _append_line(Path(args.save) / "eval_log.jsonl", json.dumps(line, default=str))
+    return False
+
+
+def _summary(result: dict[str, Any]) -> dict[str, Any]:
+    samples: Sequence[Sample] = result.get("samples") or []
+    usable = [sample.status not in UNUSABLE for sample in samples] or [True] * len(result["rewards"])
+    scores = [float(reward) for reward, ok in zip(result["rewards"], usable, strict=True) if ok]
+    mean = sum(scores) / len(scores) if scores else None
+    return {
+        "n": len(scores),
+        "n_failed": len(usable) - len(scores),
+        "mean": mean,
+        "stderr": _standard_error(scores),
+        "truncated": sum(bool(flag) for flag in result.get("truncated") or []),
+        "stop_reasons": dict(Counter(str(sample.metadata.get("stop_reason")) for sample in samples)),
+        "failure_reasons": dict(
+            Counter(str(s.metadata.get("failure_reason")) for s in samples if s.status in UNUSABLE)
+        ),
+    }
+
+
+def _standard_error(scores: Sequence[float]) -> float | None:
+    if len(scores) < 2:
+        return None
+    mean = sum(scores) / len(scores)
+    return math.sqrt(sum((score - mean) ** 2 for score in scores) / (len(scores) - 1) / len(scores))
+
+
+def _append_line(path: Path, line: str) -> None:
+    """One write on an append-only descriptor: lines of concurrent writers do not mix."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        os.write(descriptor, (line + "\n").encode())
+    finally:
+        os.close(descriptor)

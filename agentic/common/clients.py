@@ -1,0 +1,348 @@
+"""Calls to the policy and to the frozen roles.
+
+Inputs: a `Role`, chat messages, for the policy also the sampling parameters of the rollout hook.
+Invariants:
+* the policy is asked with `input_ids` and answers with ids and log-probs; the number of prompt tokens it reports must
+  equal the number sent, so what is trained is what the engine saw;
+* every attempt has a deadline (`timeout_s`) and all attempts of a call share one of `timeout_s * (retries + 1)`;
+* only time-outs, transport errors, HTTP 5xx and 429 are repeated; any other HTTP error is final at once;
+* the role's semaphore is held around the call only (waiting for it does not use up the deadline);
+* a failure is a typed error, never an empty text.
+Left out: streaming, tool calls, images; caching.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import httpx
+import orjson
+
+from agentic.common.errors import PromptTooLong, RoleBadResponse, RoleTimeout, RoleUnavailable
+from agentic.common.roles import Role
+from agentic.common.turns import FINISH_REASONS, TurnRecord
+
+logger = logging.getLogger(__name__)
+
+Messages = list[dict[str, Any]]
+T = TypeVar("T")
+
+BACKOFF_FIRST_S = 0.25
+BACKOFF_MAX_S = 4.0
+# Servers close idle connections after about 5 s (uvicorn); letting ours go first avoids most dropped calls.
+KEEPALIVE_S = 4.0
+DROPPED = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Answer of a frozen role. Token counts are those reported by the server; `seconds` includes retries."""
+
+    text: str
+    finish_reason: str
+    prompt_tokens: int
+    completion_tokens: int
+    seconds: float
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Transport: one HTTP client and one set of semaphores per event loop.
+
+
+@dataclass
+class _LoopState:
+    client: httpx.AsyncClient
+    semaphores: dict[tuple[str, str, int], asyncio.Semaphore] = field(default_factory=dict)
+
+
+_LOOPS: WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopState] = WeakKeyDictionary()
+
+
+def _loop_state() -> _LoopState:
+    loop = asyncio.get_running_loop()
+    if loop not in _LOOPS:
+        # No pool limit here: concurrency is bounded by the roles' semaphores, time by our own deadlines.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=KEEPALIVE_S)
+        _LOOPS[loop] = _LoopState(httpx.AsyncClient(limits=limits, timeout=None, trust_env=False))
+    return _LOOPS[loop]
+
+
+def _semaphore(role: Role) -> asyncio.Semaphore:
+    key = (role.name, role.url, role.max_concurrency)
+    return _loop_state().semaphores.setdefault(key, asyncio.Semaphore(role.max_concurrency))
+
+
+async def close_clients() -> None:
+    """Close the running event loop's connections (end of a program or test)."""
+    state = _LOOPS.pop(asyncio.get_running_loop(), None)
+    if state is not None:
+        await state.client.aclose()
+
+
+async def _call(role: Role, path: str, payload: dict[str, Any], headers: dict[str, str] | None = None) -> Any:
+    """POST `payload` as JSON and return the decoded answer; raises the typed errors of `InfrastructureError`."""
+    headers = {"Content-Type": "application/json", **(headers or {})}
+    body = orjson.dumps(payload)
+    async with _semaphore(role):
+        return await _with_retries(role, lambda: _attempt(role, role.url + path, body, headers))
+
+
+async def _with_retries(role: Role, attempt: Callable[[], Awaitable[T]]) -> T:
+    clock = asyncio.get_running_loop().time
+    deadline = clock() + role.timeout_s * (role.retries + 1)
+    last: RoleTimeout | RoleUnavailable = RoleTimeout(role.name, "no attempt was made")
+    for number in range(role.retries + 1):
+        try:
+            return await asyncio.wait_for(attempt(), min(role.timeout_s, max(deadline - clock(), 0.0)))
+        except asyncio.TimeoutError:
+            last = RoleTimeout(role.name, f"no answer from {role.url} within {role.timeout_s:g} s")
+        except RoleUnavailable as error:
+            last = error
+        pause = min(BACKOFF_FIRST_S * 2**number, BACKOFF_MAX_S) * random.uniform(0.5, 1.0)
+        if number == role.retries or clock() + pause >= deadline:
+            break
+        logger.warning("%s; attempt %d of %d, again in %.1f s", last, number + 1, role.retries + 1, pause)
+        await asyncio.sleep(pause)
+    raise last
+
+
+async def _attempt(role: Role, url: str, body: bytes, headers: dict[str, str]) -> Any:
+    try:
+        response = await _post(url, body, headers)
+    except httpx.TransportError as error:
+        raise RoleUnavailable(role.name, f"{url}: {type(error).__name__} {error}".rstrip()) from error
+    if response.status_code >= 500 or response.status_code == 429:
+        raise RoleUnavailable(role.name, f"{url}: HTTP {response.status_code} {response.text[:200]}")
+    if response.status_code != 200:
+        raise RoleBadResponse(role.name, f"{url}: HTTP {response.status_code} {response.text[:500]}")
+    try:
+        return orjson.loads(response.content)
+    except orjson.JSONDecodeError as error:
+        raise RoleBadResponse(role.name, f"{url}: answer is not JSON: {response.text[:200]!r}") from error
+
+
+async def _post(url: str, body: bytes, headers: dict[str, str]) -> httpx.Response:
+    client = _loop_state().client
+    try:
+        return await client.post(url, content=body, headers=headers)
+    except DROPPED:
+        # A kept-alive connection that the server closed while we wrote: says nothing about its health, so once at once.
+        return await client.post(url, content=body, headers=headers)
+
+
+async def check_reachable(role: Role, timeout_s: float = 10.0) -> None:
+    """Health check at start. Raises RoleUnavailable with the URL and what to do."""
+    url = role.url + ("/health" if role.api == "generate" else _chat_path(role, "/models"))
+    try:
+        response = await asyncio.wait_for(_loop_state().client.get(url, headers=_auth(role)), timeout_s)
+    except (httpx.TransportError, asyncio.TimeoutError) as error:
+        detail = f"{url} does not answer ({type(error).__name__}); start its server or correct `url`"
+        raise RoleUnavailable(role.name, detail) from error
+    if response.status_code != 200:
+        raise RoleUnavailable(role.name, f"{url}: HTTP {response.status_code}; is this the right server?")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Prompts.
+
+
+def render_ids(tokenizer: Any, messages: Messages) -> list[int]:
+    """Token ids of the chat prompt, ready for the assistant's answer."""
+    ids = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
+    return [int(token) for token in ids]
+
+
+def room_for(role: str, prompt_tokens: int, max_new_tokens: int, max_context_len: int | None) -> int:
+    """New tokens that fit: `max_new_tokens`, less when the context (in tokens) is short.
+
+    Raises PromptTooLong when not even one fits.
+    """
+    if max_context_len is None:
+        return max_new_tokens
+    room = min(max_new_tokens, max_context_len - prompt_tokens)
+    if room < 1:
+        raise PromptTooLong(f"role '{role}': prompt of {prompt_tokens} tokens in a context of {max_context_len}")
+    return room
+
+
+@lru_cache(maxsize=16)
+def _load_tokenizer(path: str) -> Any:
+    # Imported here because transformers takes seconds and chat roles need no tokenizer.
+    from slime.utils.processing_utils import load_tokenizer
+
+    return load_tokenizer(path, trust_remote_code=True)
+
+
+def _finish(role: str, meta: dict[str, Any]) -> str:
+    reason = meta.get("finish_reason")
+    kind = reason.get("type") if isinstance(reason, dict) else reason
+    if kind not in FINISH_REASONS:
+        raise RoleBadResponse(role, f"finish_reason {reason!r} is none of {', '.join(FINISH_REASONS)}")
+    return kind
+
+
+def _generate_meta(role: str, data: Any) -> dict[str, Any]:
+    if not isinstance(data, dict) or not isinstance(data.get("meta_info"), dict) or "text" not in data:
+        raise RoleBadResponse(role, f"/generate answered without text and meta_info: {str(data)[:200]}")
+    return data["meta_info"]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Policy.
+
+
+class PolicyClient:
+    """Token-in-token-out calls to the policy behind the router."""
+
+    def __init__(self, role: Role, tokenizer: Any, max_context_len: int | None = None) -> None:
+        self.role = role
+        self.tokenizer = tokenizer
+        self.max_context_len = max_context_len
+
+    async def generate(
+        self,
+        messages: Messages,
+        sampling_params: dict[str, Any],
+        role_name: str | None = None,
+        trained: bool = True,
+        session_id: str | None = None,
+    ) -> TurnRecord:
+        """One call; `role_name` labels the record (the planner has several), `session_id` pins it to one worker.
+
+        Raises PromptTooLong, or an InfrastructureError: RoleBadResponse also when the engine's prompt length differs
+        from ours, RoleUnavailable when it aborted before the first token.
+        """
+        name = role_name or self.role.name
+        prompt_ids = render_ids(self.tokenizer, messages)
+        payload = {
+            "input_ids": prompt_ids,
+            "sampling_params": self._sampling(name, len(prompt_ids), sampling_params),
+            "return_logprob": True,
+        }
+        headers = {"X-SMG-Routing-Key": session_id} if session_id else None
+        data = await _call(self.role, "/generate", payload, headers)
+        return _turn_record(name, prompt_ids, data, trained)
+
+    def _sampling(self, name: str, prompt_tokens: int, hook_params: dict[str, Any]) -> dict[str, Any]:
+        """The hook's parameters; the role overrides what its YAML entry sets and only lowers max_new_tokens."""
+        params = dict(hook_params)
+        if self.role.temperature is not None:
+            params["temperature"] = self.role.temperature
+        if self.role.top_p is not None:
+            params["top_p"] = self.role.top_p
+        if self.role.stop:
+            params["stop"] = list(self.role.stop)
+        limits = [limit for limit in (params.get("max_new_tokens"), self.role.max_new_tokens) if limit is not None]
+        if not limits:
+            raise ValueError(f"role '{self.role.name}': no max_new_tokens in the sampling parameters nor in the role")
+        params["max_new_tokens"] = room_for(name, prompt_tokens, min(limits), self.max_context_len)
+        return params
+
+
+def _turn_record(role: str, prompt_ids: list[int], data: Any, trained: bool) -> TurnRecord:
+    meta = _generate_meta(role, data)
+    finish = _finish(role, meta)
+    if meta.get("prompt_tokens") != len(prompt_ids):
+        raise RoleBadResponse(role, f"engine saw {meta.get('prompt_tokens')} prompt tokens, sent {len(prompt_ids)}")
+    pairs = meta.get("output_token_logprobs")
+    if not pairs and finish == "abort":
+        raise RoleUnavailable(role, "the engine aborted the request before its first token")
+    if not pairs:
+        raise RoleBadResponse(role, "no output_token_logprobs although return_logprob was set")
+    response_ids = [int(pair[1]) for pair in pairs]
+    if data.get("output_ids") not in (None, response_ids):
+        raise RoleBadResponse(role, "output_ids differ from the ids of output_token_logprobs")
+    version = meta.get("weight_version")
+    try:
+        return TurnRecord.from_engine(
+            prompt_ids,
+            response_ids,
+            [float(pair[0]) for pair in pairs],
+            trained=trained,
+            role=role,
+            finish_reason=finish,
+            text=data["text"],
+            weight_version=None if version is None else str(version),
+        )
+    except ValueError as error:
+        raise RoleBadResponse(role, str(error)) from error
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Frozen roles.
+
+
+class FrozenClient:
+    """Calls to a role that is not trained: SGLang `/generate` with its own tokenizer, or OpenAI chat."""
+
+    def __init__(self, role: Role, tokenizer: Any | None = None, max_context_len: int | None = None) -> None:
+        self.role = role
+        self.max_context_len = max_context_len
+        self._tokenizer = tokenizer
+
+    async def complete(self, messages: Messages) -> Completion:
+        """One call with the role's own sampling settings.
+
+        Raises PromptTooLong (only `generate`), or an InfrastructureError; an aborted call is RoleUnavailable.
+        """
+        start = time.perf_counter()
+        if self.role.api == "chat":
+            text, finish, prompt, completion = await self._chat(messages)
+        else:
+            text, finish, prompt, completion = await self._generate(messages)
+        if finish == "abort":
+            raise RoleUnavailable(self.role.name, "the engine aborted the request")
+        return Completion(text, finish, prompt, completion, time.perf_counter() - start)
+
+    async def _generate(self, messages: Messages) -> tuple[str, str, int, int]:
+        role = self.role
+        if self._tokenizer is None:
+            self._tokenizer = await asyncio.to_thread(_load_tokenizer, str(role.tokenizer))
+        input_ids = render_ids(self._tokenizer, messages)
+        params = self._sampling()
+        params["max_new_tokens"] = room_for(role.name, len(input_ids), params["max_new_tokens"], self.max_context_len)
+        data = await _call(role, "/generate", {"input_ids": input_ids, "sampling_params": params})
+        meta = _generate_meta(role.name, data)
+        counts = meta.get("prompt_tokens", len(input_ids)), meta.get("completion_tokens", 0)
+        return data["text"], _finish(role.name, meta), *counts
+
+    async def _chat(self, messages: Messages) -> tuple[str, str, int, int]:
+        role = self.role
+        params = self._sampling()
+        params["max_tokens"] = params.pop("max_new_tokens")
+        payload = {"model": role.model, "messages": messages, **params}
+        data = await _call(role, _chat_path(role, "/chat/completions"), payload, _auth(role))
+        try:
+            choice, usage = data["choices"][0], data.get("usage") or {}
+            text, finish = choice["message"].get("content") or "", choice["finish_reason"]
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise RoleBadResponse(role.name, f"not a chat completion: {str(data)[:200]}") from error
+        finish = finish if finish in FINISH_REASONS else "stop"
+        return text, finish, usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
+
+    def _sampling(self) -> dict[str, Any]:
+        role = self.role
+        params: dict[str, Any] = {"temperature": role.temperature, "top_p": role.top_p, "stop": list(role.stop)}
+        return {"max_new_tokens": role.max_new_tokens} | {k: v for k, v in params.items() if v not in (None, [])}
+
+
+def _chat_path(role: Role, path: str) -> str:
+    return path if role.url.endswith("/v1") else "/v1" + path
+
+
+def _auth(role: Role) -> dict[str, str]:
+    if role.api_key_env is None:
+        return {}
+    token = os.environ.get(role.api_key_env)
+    if not token:
+        raise RoleBadResponse(role.name, f"environment variable {role.api_key_env} (api_key_env) is not set")
+    return {"Authorization": f"Bearer {token}"}

@@ -1,0 +1,60 @@
+"""What the FSDP back end can do. An option that would be ignored is refused, with the reason and the way out.
+
+Pure: reads the parsed arguments only.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+LOSS_TYPES = ("policy_loss", "sft_loss", "custom_loss")
+ESTIMATORS = ("grpo", "gspo", "cispo")
+LR_STYLES = ("constant", "linear", "cosine", "WSD")
+
+# flag name -> value that means "off"; any other value is an error on this back end
+_REFUSED: dict[str, tuple[Any, ...]] = {
+    "use_tis": (False,),
+    "get_mismatch_metrics": (False,),
+    "use_opsm": (False,),
+    "use_opd": (False,),
+    "use_routing_replay": (False,),
+    "use_rollout_routing_replay": (False,),
+    "keep_old_actor": (False,),
+    "normalize_advantages": (False,),
+    "use_stateless_adam": (False,),
+    "async_save": (False,),
+    "release_train": (False,),
+    "enable_mtp_training": (False,),
+    "offload_train": (False, None),
+    "allgather_cp": (False,),
+    "recompute_loss_function": (False,),
+    "update_weight_mode": ("full",),
+    "custom_model_provider_path": (None,),
+}
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def check_supported(args: Namespace) -> None:
+    """Raise `ValueError` naming the first flag that this back end cannot honour."""
+    for name, off in _REFUSED.items():
+        value = getattr(args, name, off[0])
+        if value not in off:
+            raise ValueError(f"{_flag(name)}={value} is not available with --train-backend fsdp; remove it")
+    _check_choice("loss_type", args.loss_type, LOSS_TYPES)
+    _check_choice("advantage_estimator", args.advantage_estimator, ESTIMATORS)
+    _check_choice("lr_decay_style", args.lr_decay_style, LR_STYLES)
+    _check_choice("optimizer", args.optimizer, ("adam",))
+    if getattr(args, "rollout_top_p", 1.0) != 1.0:
+        raise ValueError(
+            f"--rollout-top-p={args.rollout_top_p}: replay of the nucleus is not available with --train-backend fsdp, "
+            "so trainer and engine log-probs would differ; use --rollout-top-p 1.0"
+        )
+
+
+def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{_flag(name)}={value} is not available with --train-backend fsdp; use one of {allowed}")

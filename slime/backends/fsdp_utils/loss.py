@@ -1,0 +1,131 @@
+"""Loss of one micro-batch: policy gradient, supervised, or the user's own.
+
+Inputs: the micro-batch (`batches.take_rows`) and per-row tensors of length R_i from the model, 0 at untrained tokens.
+Outputs: a scalar that is a *sum over rows* (see `slime.utils.loss_reducers`), and detached scalars of the same kind to report.
+
+Scaling. The step's objective is `1/B sum_i sum_t x_it m_it / d_i`, with B rollout executions in the step and
+`d_i = rollout_mask_sums[i]`. With `d_i = T |a|` this is Flow-GRPO's mean over tokens in a turn, turns in a trajectory and
+trajectories (AgentFlow, arXiv 2510.05592, section on Flow-GRPO). Each rank sees its part of the sum; FSDP averages gradients over
+ranks, so the part is multiplied by the number of ranks (`scale_loss`).
+
+Left out: estimators and clipping formulas (`slime.utils.ppo_utils`), log-probs (`model`).
+
+Shape legend: S = sum of response lengths of the micro-batch.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+
+import torch
+
+from slime.backends.fsdp_utils.batches import Batch
+from slime.utils import ppo_utils
+from slime.utils.loss_reducers import get_sum_of_sample_mean
+from slime.utils.misc import load_function
+
+Reducer = Callable[[torch.Tensor], torch.Tensor]
+LossOutput = tuple[torch.Tensor, dict[str, torch.Tensor]]
+
+
+def make_reducer(args: Namespace, batch: Batch) -> Reducer:
+    """x_S -> sum over rows, with the denominators of whole rollouts."""
+    return get_sum_of_sample_mean(
+        batch["total_lengths"],
+        batch["response_lengths"],
+        batch["loss_masks"],
+        batch["rollout_mask_sums"],
+        args.calculate_per_token_loss,
+    )
+
+
+def scale_loss(args: Namespace, loss: torch.Tensor, global_batch_size: int, tokens: int, dp_size: int) -> torch.Tensor:
+    """Turn a rank's sum into the value to differentiate: divided by the step's rollouts (or tokens), times the ranks."""
+    return loss * dp_size / (tokens if args.calculate_per_token_loss else global_batch_size)
+
+
+def _pg_reducer(args: Namespace, batch: Batch, default: Reducer) -> Reducer:
+    path = args.custom_pg_loss_reducer_function_path
+    if not path:
+        return default
+    make = load_function(path)
+    return make(batch["total_lengths"], batch["response_lengths"], batch["loss_masks"], args.calculate_per_token_loss)
+
+
+def _old_log_probs(args: Namespace, batch: Batch, log_probs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Log-probs of the behaviour policy. Tokens that are not trained are 0 on both sides of the ratio."""
+    if args.use_rollout_logprobs:
+        return [row * (mask != 0) for row, mask in zip(batch["rollout_log_probs"], batch["loss_masks"], strict=True)]
+    return batch["log_probs"] if "log_probs" in batch else [row.detach() for row in log_probs]
+
+
+def _surrogate(
+    args: Namespace, batch: Batch, log_probs: list[torch.Tensor], old: list[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Per-token policy-gradient loss, clip indicator and old - new log-prob, each [S]."""
+    advantages_S = torch.cat(batch["advantages"])
+    high = args.eps_clip if args.eps_clip_high is None else args.eps_clip_high
+    new_S = torch.cat(log_probs)
+    if args.advantage_estimator == "gspo":
+        ppo_kl_S = ppo_utils.compute_gspo_kl(log_probs, old, log_probs, batch["loss_masks"])
+    else:
+        ppo_kl_S = torch.cat(old) - new_S
+    if args.advantage_estimator == "cispo":
+        pg_S, clipped_S = ppo_utils.compute_cispo_loss(ppo_kl_S, new_S, advantages_S, args.eps_clip, high)
+    else:
+        pg_S, clipped_S = ppo_utils.compute_policy_loss(ppo_kl_S, advantages_S, args.eps_clip, high, args.eps_clip_c)
+    return pg_S, clipped_S, ppo_kl_S
+
+
+def _kl_loss(args: Namespace, batch: Batch, new_S: torch.Tensor, old_S: torch.Tensor) -> torch.Tensor:
+    ratio_S = torch.exp(new_S - old_S) if args.use_unbiased_kl else None
+    reference_S = torch.cat(batch["ref_log_probs"])
+    return ppo_utils.compute_approx_kl(new_S, reference_S, args.kl_loss_type, importance_ratio=ratio_S)
+
+
+def _rollout_gap(batch: Batch, own: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Sum over trained tokens of |trainer log-prob - engine log-prob|; the trainer divides by the number of tokens."""
+    if batch.get("rollout_log_probs") is None:
+        return {}
+    gap_S = (torch.cat(own).detach() - torch.cat(batch["rollout_log_probs"])).abs()
+    return {"train_rollout_logprob_abs_diff": (gap_S * (torch.cat(batch["loss_masks"]) != 0)).sum()}
+
+
+def policy_loss(
+    args: Namespace, batch: Batch, log_probs: list[torch.Tensor], entropy: list[torch.Tensor], reduce: Reducer
+) -> LossOutput:
+    """Clipped surrogate, plus `kl_loss_coef` x KL to the reference, minus `entropy_coef` x entropy (per token, then `reduce`)."""
+    old = _old_log_probs(args, batch, log_probs)
+    pg_S, clipped_S, ppo_kl_S = _surrogate(args, batch, log_probs, old)
+    pg_loss = _pg_reducer(args, batch, reduce)(pg_S)
+    entropy_loss = reduce(torch.cat(entropy))
+    loss = pg_loss - args.entropy_coef * entropy_loss if args.entropy_coef else pg_loss
+    metrics = {
+        "pg_loss": pg_loss,
+        "entropy_loss": entropy_loss,
+        "pg_clipfrac": reduce(clipped_S),
+        "ppo_kl": reduce(ppo_kl_S),
+        **_rollout_gap(batch, log_probs if args.use_rollout_logprobs else old),
+    }
+    if args.use_kl_loss:
+        kl_loss = reduce(_kl_loss(args, batch, torch.cat(log_probs), torch.cat(old)))
+        loss = loss + args.kl_loss_coef * kl_loss
+        metrics["kl_loss"] = kl_loss
+    return loss, _report(loss, metrics)
+
+
+def sft_loss(log_probs: list[torch.Tensor], reduce: Reducer) -> LossOutput:
+    """Negative log-likelihood of the trained tokens."""
+    loss = -reduce(torch.cat(log_probs))
+    return loss, _report(loss, {})
+
+
+def custom_loss(args: Namespace, batch: Batch, logits_1TV: torch.Tensor, reduce: Reducer) -> LossOutput:
+    """The hook `fn(args, batch, logits, sum_of_sample_mean) -> (loss, metrics)`; logits are float32, not divided by temperature."""
+    loss, metrics = load_function(args.custom_loss_function_path)(args, batch, logits_1TV, reduce)
+    return loss, _report(loss, metrics)
+
+
+def _report(loss: torch.Tensor, metrics: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {"loss": loss.detach(), **{name: value.detach() for name, value in metrics.items()}}

@@ -1,0 +1,187 @@
+"""Send the policy's weights to the inference engines.
+
+Two transports. `nccl`: rank 0 broadcasts whole tensors in buckets over a process group of its own with all engine ranks (gloo when
+there is no GPU). `disk`: an HF directory that the engines reload. Both run pause -> flush -> update -> continue; the version counts
+syncs from 0 and is sent as a string.
+
+Inputs: Ray actor handles of the engines (anything whose methods answer `.remote(...)`). Invariants: no engine generates while its
+weights are incomplete; after a failure the engines stay paused, because half-updated weights must not serve; every wait has a deadline.
+
+Left out: quantised engines, delta updates, tensor sharing on one GPU.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slime.backends.fsdp_utils.distributed import DistContext, communication_backend, new_external_group
+from slime.backends.fsdp_utils.hf_export import save_hf
+from slime.backends.fsdp_utils.model import PolicyModel, iter_full_tensors, train_dtype
+from slime.utils.misc import get_free_port, load_function
+
+logger = logging.getLogger(__name__)
+
+Bucket = list[tuple[str, torch.Tensor]]
+Wait = Callable[[list[Any]], list[Any]]
+
+
+def ray_wait(timeout_s: float) -> Wait:
+    """`ray.get` with a deadline. Raises Ray's `GetTimeoutError`, or the engine's own error."""
+    import ray
+
+    return lambda refs: ray.get(refs, timeout=timeout_s)
+
+
+@dataclass
+class EngineSet:
+    """Engines in rank order. `gpu_counts[i]` is how many ranks engine i has in the update group (1 on a CPU)."""
+
+    engines: Sequence[Any]
+    gpu_counts: Sequence[int]
+    wait: Wait
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a method of every engine and wait for all answers."""
+        return self.wait(self.start(method, *args, **kwargs))
+
+    def start(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a method of every engine without waiting."""
+        return [getattr(engine, method).remote(*args, **kwargs) for engine in self.engines]
+
+
+def iter_buckets(model: PolicyModel, limit_bytes: int, dtype: torch.dtype, keep: bool) -> Iterator[Bucket]:
+    """Whole tensors cast to `dtype`, in buckets of at most `limit_bytes` (a larger tensor goes alone).
+
+    Collective: every rank must exhaust it. With `keep` False (ranks that only help to gather) nothing is yielded.
+    """
+    bucket: Bucket = []
+    size = 0
+    for name, value in iter_full_tensors(model):
+        if not keep:
+            continue
+        tensor = value.to(dtype) if value.is_floating_point() else value
+        length = tensor.numel() * tensor.element_size()
+        if bucket and size + length > limit_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor.contiguous()))
+        size += length
+    if bucket:
+        yield bucket
+
+
+@dataclass
+class WeightUpdater:
+    """Keeps the update group and the version counter between syncs. Every rank owns one; only rank 0 talks to engines."""
+
+    args: Namespace
+    context: DistContext
+    version: int = 0
+    _group: dist.ProcessGroup | None = None
+    _group_name: str = ""
+    _groups_made: int = 0
+
+    def update(self, model: PolicyModel, target: EngineSet, num_new: int = 0) -> None:
+        """One sync. Collective over the training ranks; `num_new` > 0 says that engines were replaced."""
+        self.version += 1
+        if self.args.update_weight_transport == "disk":
+            self._update_from_disk(model, target)
+        else:
+            self._connect(target, num_new)
+            self._update_by_broadcast(model, target)
+        dist.barrier()
+
+    def close(self) -> None:
+        """Leave the update group."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+    # ---- broadcast ----
+
+    def _connect(self, target: EngineSet, num_new: int) -> None:
+        if not self.context.is_main or (self._group is not None and num_new == 0):
+            return
+        if self._group is not None:
+            target.call("destroy_weights_update_group", self._group_name)
+        self.close()
+        self._groups_made += 1
+        self._group_name = f"slime-fsdp-{self._groups_made}"
+        self._group = self._open_group(target)
+
+    def _open_group(self, target: EngineSet) -> dist.ProcessGroup:
+        # MASTER_ADDR is the address of rank 0, which is us
+        address, port = os.environ["MASTER_ADDR"], get_free_port(start_port=20000)
+        world_size = 1 + sum(target.gpu_counts)
+        backend = communication_backend(self.args, self.context.device)
+        joining, offset = [], 1
+        for engine, count in zip(target.engines, target.gpu_counts, strict=True):
+            joining.append(
+                engine.init_weights_update_group.remote(address, port, offset, world_size, self._group_name, backend)
+            )
+            offset += count
+        group = new_external_group(backend, address, port, 0, world_size, self._group_name, self.context.timeout)
+        target.wait(joining)
+        return group
+
+    def _update_by_broadcast(self, model: PolicyModel, target: EngineSet) -> None:
+        main = self.context.is_main
+        if main:
+            target.call("pause_generation")
+            target.call("flush_cache")
+            target.call("begin_weight_update")
+        for bucket in iter_buckets(model, self.args.update_weight_buffer_size, train_dtype(self.args), keep=main):
+            self._send(bucket, target)
+        if main:
+            target.call("end_weight_update")
+            target.call("continue_generation")
+
+    def _send(self, bucket: Bucket, target: EngineSet) -> None:
+        waiting = target.start(
+            "update_weights_from_distributed",
+            [name for name, _ in bucket],
+            [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+            [list(tensor.shape) for _, tensor in bucket],
+            self._group_name,
+            flush_cache=False,
+            weight_version=str(self.version),
+        )
+        sending = [dist.broadcast(tensor, src=0, group=self._group, async_op=True) for _, tensor in bucket]
+        for work in sending:
+            work.wait()
+        target.wait(waiting)
+
+    # ---- disk ----
+
+    def _update_from_disk(self, model: PolicyModel, target: EngineSet) -> None:
+        folder = self._disk_root() / f"weight_v{self.version:06d}"
+        save_hf(model, folder, Path(self.args.hf_checkpoint))
+        hook = self.args.custom_update_weight_post_write_path
+        if hook:
+            load_function(hook)(self.args, str(folder), list(target.engines))
+            dist.barrier()
+        if not self.context.is_main:
+            return
+        target.call("pause_generation")
+        target.call("flush_cache")
+        target.call("update_weights_from_disk", str(folder), weight_version=str(self.version))
+        target.call("continue_generation")
+        if not self.args.update_weight_disk_keep_files:
+            shutil.rmtree(folder)
+
+    def _disk_root(self) -> Path:
+        if not self.args.update_weight_disk_dir:
+            raise ValueError(
+                "--update-weight-transport disk needs --update-weight-disk-dir, a directory all engines can read"
+            )
+        return Path(self.args.update_weight_disk_dir)

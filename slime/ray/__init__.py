@@ -1,0 +1,1 @@
+"""The distributed shell: placement, rollout manager, training actors. No mathematics lives here."""

@@ -1,0 +1,74 @@
+"""FSDP training rank as a Ray actor: a thin shell around `FSDPTrainer`, which knows nothing of Ray.
+
+It fetches this rank's share of the rollout data and asks the rollout manager for the engines; everything else is the trainer's.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import ray
+
+from slime.backends.fsdp_utils.distributed import exit_worker
+from slime.backends.fsdp_utils.trainer import FSDPTrainer
+from slime.observability.logging_utils import configure_logger, init_tracking
+from slime.ray.train_actor import TrainRayActor
+from slime.utils.data import process_rollout_data
+
+
+class FSDPTrainRayActor(TrainRayActor):
+    """One FSDP rank; every rank is one data-parallel shard."""
+
+    def init(self, args: Namespace, role: str, with_ref: bool = False, with_opd_teacher: bool = False) -> int:
+        """See the base class. Raises ValueError for what the back end does not have."""
+        if with_opd_teacher:
+            raise ValueError("a teacher model on the trainer is not available with --train-backend fsdp")
+        configure_logger()
+        self.args = args
+        self.rollout_manager: Any = None
+        if self.rank == 0:
+            init_tracking(args, primary=False, role=role)
+        self.trainer = FSDPTrainer()
+        return self.trainer.init(args, role, with_ref)
+
+    def train(self, rollout_id: int, rollout_data_ref: list[Any], external_data: Any = None) -> dict[str, Any] | None:
+        """See the base class. There is no critic, so `external_data` must be None."""
+        if external_data is not None:
+            raise ValueError("external_data comes from a critic, which --train-backend fsdp does not have")
+        data = process_rollout_data(self.args, rollout_data_ref, self.rank, self.world_size)
+        metrics = self.trainer.train(rollout_id, data)
+        return metrics if self.rank == 0 else None
+
+    def save_model(self, rollout_id: int, force_sync: bool = False) -> None:
+        """See the base class."""
+        self.trainer.save_model(rollout_id, force_sync)
+
+    def update_weights(self) -> None:
+        """See the base class; engines that are new since the last call are connected first."""
+        engines, _, num_new, gpu_counts, _, _ = ray.get(self.rollout_manager.get_updatable_engines_and_lock.remote())
+        self.trainer.update_weights(engines, gpu_counts, num_new)
+        # Sending is collective, so every rank has read the number of new engines by now.
+        if self.rank == 0 and num_new:
+            ray.get(self.rollout_manager.clear_updatable_num_new_engines.remote())
+
+    def set_rollout_manager(self, rollout_manager: Any) -> None:
+        """See the base class."""
+        self.rollout_manager = rollout_manager
+
+    def clear_memory(self) -> None:
+        """See the base class."""
+        self.trainer.clear_memory()
+
+    def sleep(self) -> None:
+        """See the base class."""
+        self.trainer.sleep()
+
+    def wake_up(self) -> None:
+        """See the base class."""
+        self.trainer.wake_up()
+
+    def shutdown(self) -> None:
+        """See the base class: FSDP2 over gloo aborts now and then while the interpreter finalises."""
+        self.trainer.shutdown()
+        exit_worker()

@@ -1,0 +1,13 @@
+"""Base of the Ray actors: what every actor can say about the node it runs on."""
+
+from __future__ import annotations
+
+from slime.utils.misc import get_current_node_ip, get_free_port
+
+
+class RayActor:
+    """A process on some node of the cluster."""
+
+    def get_master_addr_and_port(self) -> tuple[str, int]:
+        """Address of this node and a port that was free a moment ago, for a rendezvous hosted by this actor."""
+        return get_current_node_ip(), get_free_port()

@@ -1,0 +1,1 @@
+"""Dynamic sampling filters: which finished groups of a rollout are kept."""

@@ -1,0 +1,1 @@
+"""Shared, backend-free parts: data types, arguments, HTTP, data sets and pure mathematics."""

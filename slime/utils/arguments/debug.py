@@ -1,0 +1,15 @@
+"""Flags: running one half of the system alone, and recording rollouts."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_debug_arguments(parser: argparse.ArgumentParser) -> None:
+    """Register the flags of this group."""
+    add = parser.add_argument
+    add("--debug-rollout-only", action="store_true", help="generate without training")
+    add("--debug-train-only", action="store_true", help="train without engines")
+    add("--save-debug-rollout-data", default=None, help="path with {rollout_id}: write the samples of each rollout")
+    add("--load-debug-rollout-data", default=None, help="such a path: train on recorded samples, without engines")
+    add("--load-debug-rollout-data-subsample", type=float, default=None, help="fraction of the recording to use")

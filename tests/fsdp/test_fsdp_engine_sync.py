@@ -1,0 +1,95 @@
+"""Weight sync into a real SGLang server: after each sync the engine is the trainer's model, and says which version it has."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import helpers_fsdp as helpers
+import pytest
+import torch
+
+PROMPT = [5, 17, 42, 9, 77]
+
+
+class _Handle:
+    """The engine's control calls behind the face of a Ray handle; calls run in order in one thread."""
+
+    def __init__(self, url: str) -> None:
+        self.url, self.pool = url, ThreadPoolExecutor(1)
+
+    def __getattr__(self, name: str) -> Any:
+        from slime.backends.sglang_utils import server_control
+
+        class _Call:
+            remote = staticmethod(lambda *a, **k: self.pool.submit(getattr(server_control, name), self.url, *a, **k))
+
+        return _Call
+
+
+def _wait(futures: list[Future[Any]]) -> list[Any]:
+    return [future.result(timeout=120) for future in futures]
+
+
+def _ask(url: str) -> tuple[list[int], list[float], str]:
+    from helpers_sglang import generate, ids_and_log_probs
+
+    answer = generate(url, PROMPT, max_new_tokens=8)
+    return *ids_and_log_probs(answer), answer["meta_info"]["weight_version"]
+
+
+def _own(trainer: Any, tokens: list[int]) -> list[float]:
+    from slime.backends.fsdp_utils.packing import pack_rows
+
+    ids, mask = torch.tensor(PROMPT + tokens), torch.ones(len(tokens))
+    with torch.no_grad():
+        values, _ = trainer.model(pack_rows([ids], [len(tokens)], [mask]))
+    return values.tolist()
+
+
+def _greedy(trainer: Any, count: int) -> list[int]:
+    """Greedy continuation of the trainer's model, token by token."""
+    from slime.backends.fsdp_utils.packing import pack_rows
+
+    tokens: list[int] = []
+    for _ in range(count):
+        packed = pack_rows([torch.tensor(PROMPT + tokens + [0])], [1], [torch.ones(1)])
+        with torch.no_grad():
+            tokens.append(int(trainer.model(packed, full_logits=True)[0, -2].argmax()))
+    return tokens
+
+
+def _train_and_sync(folder: Path, model_dir: Path, url: str) -> None:
+    from slime.backends.fsdp_utils.trainer import FSDPTrainer
+
+    trainer, handle = FSDPTrainer(), _Handle(url)
+    args = helpers.make_args(model_dir, use_kl_loss=False, update_weight_disk_dir=str(folder / "sync"))
+    trainer.init(args)
+    share = helpers.split(args, helpers.make_rollout(3), trainer.context.rank, trainer.context.world_size)
+    seen = []
+    for rollout_id, transport in enumerate(("nccl", "nccl", "disk")):
+        trainer.train(rollout_id, share)
+        args.update_weight_transport = transport
+        trainer.update_weights([handle], num_new_engines=int(rollout_id == 0), wait=_wait)
+        tokens, log_probs, version = _ask(url)
+        seen.append((tokens, _greedy(trainer, 8), log_probs, _own(trainer, tokens), version))
+    if trainer.context.is_main:
+        torch.save(seen, folder / "seen.pt")
+    trainer.shutdown()
+
+
+@pytest.mark.engine
+def test_engine_equals_trainer_after_every_sync(tmp_path: Path) -> None:
+    from helpers_sglang import running_server, save_tiny_model
+
+    save_tiny_model(tmp_path / "model")
+    with running_server(tmp_path / "model", tmp_path) as server:
+        before = _ask(server.url)
+        helpers.run_workers(_train_and_sync, 2, tmp_path, tmp_path / "model", server.url)
+    seen = torch.load(tmp_path / "seen.pt", weights_only=False)
+    assert [version for *_, version in seen] == ["1", "2", "3"]
+    for tokens, greedy, engine, own, _ in seen:
+        assert tokens == greedy
+        assert max(abs(a - b) for a, b in zip(engine, own, strict=True)) < 1e-3
+    assert seen[0][2] != before[1]

@@ -1,0 +1,120 @@
+"""Losses against sums written out by hand; no process group."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import helpers_fsdp as helpers
+import pytest
+import torch
+
+from slime.backends.fsdp_utils import loss
+from slime.backends.fsdp_utils.advantages import compute_advantages_and_returns, needs_old_log_probs
+from slime.backends.fsdp_utils.batches import take_rows
+
+
+def _batch(masks: list[list[int]], denoms: list[float], rewards: list[float], **more: Any) -> dict[str, Any]:
+    data = {
+        "tokens": [torch.arange(len(mask) + 2) for mask in masks],
+        "response_lengths": [len(mask) for mask in masks],
+        "loss_masks": [torch.tensor(mask, dtype=torch.float32) for mask in masks],
+        "rewards": rewards,
+        "rollout_mask_sums": denoms,
+        "local_total_lengths": [len(mask) + 2 for mask in masks],
+        **more,
+    }
+    args = helpers.make_args("x")
+    compute_advantages_and_returns(args, data)
+    return take_rows(data, list(range(len(masks))))[0]
+
+
+def _policy(args: Any, batch: dict[str, Any], log_probs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
+    entropy = [torch.full_like(row, 0.5) for row in log_probs]
+    return loss.policy_loss(args, batch, log_probs, entropy, loss.make_reducer(args, batch))
+
+
+def test_turn_weights_of_flow_grpo() -> None:
+    """Two trajectories, A with turns of 2 and 4 tokens, B with one of 5: token weights 0.125, 0.0625, 0.1, together 1."""
+    args = helpers.make_args("x", use_kl_loss=False, entropy_coef=0.0)
+    masks = [[1] * 2, [1] * 4, [1] * 5]
+    batch = _batch(masks, [2 * 2, 2 * 4, 1 * 5], [1.0, 1.0, 1.0])
+    log_probs = [torch.zeros(len(mask), requires_grad=True) for mask in masks]
+    value, _ = _policy(args, batch, log_probs)
+    loss.scale_loss(args, value, global_batch_size=2, tokens=11, dp_size=1).backward()
+    weights = [-row.grad for row in log_probs if row.grad is not None]
+    for seen, wanted in zip(weights, (0.125, 0.0625, 0.1), strict=True):
+        torch.testing.assert_close(seen, torch.full_like(seen, wanted))
+    assert sum(float(row.sum()) for row in weights) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("ratio", [0.5, 1.0, 1.5])
+def test_policy_loss_equals_the_formula(ratio: float, advantage: float) -> None:
+    """Clip 0.2 / 0.28, KL to a reference with coefficient 0.1, entropy bonus 0.01, masked tokens without effect."""
+    args = helpers.make_args("x")
+    old, reference = torch.tensor([-1.0, 0.0, -2.0]), torch.tensor([-1.2, 0.0, -1.5])
+    batch = _batch([[1, 0, 1]], [4.0], [advantage], log_probs=[old], ref_log_probs=[reference])
+    new = old + math.log(ratio) * torch.tensor([1.0, 0.0, 1.0])
+    value, metrics = _policy(args, batch, [new])
+    clipped = min(max(ratio, 0.8), 1.28)
+    pg = sum(max(-ratio * advantage, -clipped * advantage) for _ in range(2)) / 4
+    gaps = [float(new[i] - reference[i]) for i in (0, 2)]
+    kl = sum(math.exp(-gap) - 1 + gap for gap in gaps) / 4
+    entropy = 2 * 0.5 / 4
+    assert float(value) == pytest.approx(pg + 0.1 * kl - 0.01 * entropy, abs=1e-6)
+    assert float(metrics["pg_loss"]) == pytest.approx(pg, abs=1e-6)
+    assert float(metrics["kl_loss"]) == pytest.approx(kl, abs=1e-6)
+    assert float(metrics["ppo_kl"]) == pytest.approx(-2 * math.log(ratio) / 4, abs=1e-6)
+
+
+def test_gap_to_the_engine_is_a_sum_over_trained_tokens_of_old_values() -> None:
+    args = helpers.make_args("x", use_kl_loss=False)
+    batch = _batch([[1, 0, 1]], [2.0], [1.0], rollout_log_probs=[torch.tensor([-1.0, 9.0, -2.0])])
+    _, metrics = _policy(args, batch, [torch.tensor([-1.5, 0.0, -1.75])])
+    assert float(metrics["train_rollout_logprob_abs_diff"]) == pytest.approx(0.75)
+
+
+def test_rollout_log_probs_can_be_the_old_policy() -> None:
+    args = helpers.make_args("x", use_kl_loss=False, entropy_coef=0.0, use_rollout_logprobs=True)
+    batch = _batch([[1, 0]], [1.0], [1.0], rollout_log_probs=[torch.tensor([-1.0, -5.0])])
+    value, metrics = _policy(args, batch, [torch.tensor([-1.1, 0.0])])
+    assert float(value) == pytest.approx(-math.exp(-0.1), abs=1e-6)
+    assert float(metrics["ppo_kl"]) == pytest.approx(0.1, abs=1e-6)
+
+
+def test_sft_loss_is_the_mean_negative_log_likelihood() -> None:
+    args = helpers.make_args("x", loss_type="sft_loss")
+    batch = _batch([[1, 0, 1], [1]], [2.0, 1.0], [0.0, 0.0])
+    rows = [torch.tensor([-1.0, -7.0, -3.0]), torch.tensor([-0.5])]
+    value, _ = loss.sft_loss(rows, loss.make_reducer(args, batch))
+    assert float(value) == pytest.approx(2.0 + 0.5)
+
+
+def test_per_token_loss_divides_by_tokens_once() -> None:
+    args = helpers.make_args("x", calculate_per_token_loss=True)
+    batch = _batch([[1, 0, 1], [1]], [2.0, 1.0], [0.0, 0.0])
+    value, _ = loss.sft_loss([torch.tensor([-1.0, -7.0, -3.0]), torch.tensor([-0.5])], loss.make_reducer(args, batch))
+    assert float(loss.scale_loss(args, value, 2, 3, 1)) == pytest.approx(4.5 / 3)
+
+
+@pytest.mark.parametrize(
+    ("steps", "flags", "wanted"),
+    [
+        (1, {}, False),
+        (2, {}, True),
+        (1, {"custom_advantage_function_path": "m.f"}, True),
+        (1, {"advantage_estimator": "gspo"}, True),
+        (2, {"use_rollout_logprobs": True}, False),
+        (2, {"compute_advantages_and_returns": False}, False),
+    ],
+)
+def test_when_old_log_probs_are_computed(steps: int, flags: dict[str, Any], wanted: bool) -> None:
+    assert needs_old_log_probs(helpers.make_args("x", **flags), steps) is wanted
+
+
+def test_custom_advantages_must_be_set() -> None:
+    data = {"loss_masks": [torch.ones(2)], "rewards": [1.0]}
+    args = helpers.make_args("x", custom_advantage_function_path="helpers_fsdp.forget_advantages")
+    with pytest.raises(ValueError, match="--custom-advantage-function-path"):
+        compute_advantages_and_returns(args, data)

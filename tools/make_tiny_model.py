@@ -1,0 +1,114 @@
+"""Make a tiny Qwen2-architecture model with its own byte-level BPE tokenizer, in Hugging Face format; deterministic for a seed.
+
+    python tools/make_tiny_model.py --world-dir outputs/world --output outputs/tiny_model [--seed 0]
+
+Writes the AgentFlow tiny world (`sft.jsonl`, `train.jsonl`, `heldout.jsonl`) under --world-dir and the randomly initialised
+model under --output. The tokenizer is trained under the pre-tokenizer that transformers puts into every `qwen2` folder, and
+the saved tokenizer is checked against the trained one: an id that changed on the way through disk would be silent poison.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Tokenizer, models, trainers
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from agentic.agentflow import tiny_world
+
+END, START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+BPE_VOCABULARY = 640
+CONTEXT_LENGTH = 1024
+
+
+def train_tokenizer(texts: list[str], whole_pieces: list[str]) -> Qwen2Tokenizer:
+    """Train the BPE on `texts` and keep `whole_pieces` as single tokens."""
+    blank = Qwen2Tokenizer().backend_tokenizer
+    core = Tokenizer(models.BPE())
+    core.normalizer, core.pre_tokenizer, core.decoder = blank.normalizer, blank.pre_tokenizer, blank.decoder
+    alphabet = sorted(_byte_alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=BPE_VOCABULARY, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+    )
+    core.train_from_iterator(texts, trainer)
+    bpe = json.loads(core.to_str())["model"]
+    tokenizer = Qwen2Tokenizer(vocab=bpe["vocab"], merges=[tuple(pair) for pair in bpe["merges"]], eos_token=TURN_END)
+    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in (START, TURN_END)])
+    tokenizer.add_tokens([AddedToken(piece, special=False, normalized=False) for piece in whole_pieces])
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.model_max_length = CONTEXT_LENGTH
+    return tokenizer
+
+
+def _byte_alphabet() -> list[str]:
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    return ByteLevel.alphabet()
+
+
+def make_model(vocabulary: int, end_id: int, pad_id: int, seed: int) -> Qwen2ForCausalLM:
+    """About half a million parameters in fp32: hidden 128, 2 layers, 4 heads over 2 key-value heads, tied embeddings."""
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=-(-vocabulary // 8) * 8,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT_LENGTH,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=end_id,
+        pad_token_id=pad_id,
+        dtype="float32",
+    )
+    model = Qwen2ForCausalLM(config)
+    model.generation_config.eos_token_id = end_id
+    return model
+
+
+def check_saved_tokenizer(folder: Path, trained: Qwen2Tokenizer, texts: list[str]) -> None:
+    """Raise RuntimeError when the tokenizer read back from `folder` gives other ids or loses text."""
+    saved = AutoTokenizer.from_pretrained(folder)
+    for text in texts:
+        ids = trained.encode(text, add_special_tokens=False)
+        if saved.encode(text, add_special_tokens=False) != ids or saved.decode(ids) != text:
+            raise RuntimeError(f"the saved tokenizer in {folder} disagrees with the trained one on {text!r}")
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="folder for the model and the tokenizer")
+    parser.add_argument("--world-dir", type=Path, required=True, help="folder for sft.jsonl, train.jsonl and heldout.jsonl")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--n-sft", type=int, default=8000, help="problems that become warm-start traces")
+    parser.add_argument("--n-train", type=int, default=2000, help="problems for reinforcement learning")
+    parser.add_argument("--n-heldout", type=int, default=200, help="problems for evaluation only")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    paths = tiny_world.write_world(args.world_dir, args.seed, args.n_sft, args.n_train, args.n_heldout)
+    texts = [message["content"] for line in paths["sft"].open() for message in json.loads(line)["prompt"]]
+    tokenizer = train_tokenizer(texts + ["system", "user", "assistant"], tiny_world.added_tokens())
+    model = make_model(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, args.seed)
+    model.save_pretrained(args.output)
+    tokenizer.save_pretrained(args.output)
+    check_saved_tokenizer(args.output, tokenizer, texts[:500])
+    print(f"{args.output}: {model.num_parameters():,} parameters, {len(tokenizer)} tokens; world in {args.world_dir}")
+
+
+if __name__ == "__main__":
+    main()
