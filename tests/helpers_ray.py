@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,3 +132,13 @@ async def length_reward(args: Namespace, sample: Any, **kwargs: Any) -> float:
     """Reward of the GRPO test: the share of even token ids, so that a random model's groups have a spread."""
     response = sample.tokens[-sample.response_length :]
     return sum(token % 2 == 0 for token in response) / max(len(response), 1)
+
+
+def hanging_rollout(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """A rollout function that never returns."""
+    time.sleep(10_000)
+
+
+def failing_rollout(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """A rollout function with a bug."""
+    raise RuntimeError("the hook is broken")

@@ -208,7 +208,7 @@ class TraceWriter:
         """All rows of one scripted episode: analysis, then plan, command, tool and check for every step, then the final answer."""
         analysis = "two steps" if len(problem.steps) == 2 else "one step"
         yield self.row("analysis", analysis, question=problem.question, tools="")
-        memory, arguments = "", problem.steps[0].arguments
+        memory, arguments, result = "", problem.steps[0].arguments, 0
         for index, right in enumerate(problem.steps):
             if index:  # the second step works on what the first one returned, right or wrong
                 arguments = (str(result), problem.steps[1].arguments[1])

@@ -9,6 +9,7 @@ Left out: several models, prefill/decode groups, engines over several nodes.
 from __future__ import annotations
 
 import logging
+import random
 from argparse import Namespace
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,9 +28,10 @@ from slime.utils.misc import get_current_node_ip
 
 logger = logging.getLogger(__name__)
 
-ROUTER_BASE_PORT = 3000
-ENGINE_BASE_PORT = 15000
-# Engines look for their port at the same time, each in a range of its own.
+ROUTER_PORTS = range(3000, 4000)
+# A server binds its port seconds after it was found free, so runs on one machine start looking at different places,
+# and so do the engines of a run, which look at the same time.
+ENGINE_PORTS = range(15000, 25000)
 PORTS_PER_ENGINE = 50
 ENGINE_SHARE = 0.2
 STOP_TIMEOUT_S = 15.0
@@ -38,9 +40,9 @@ STOP_TIMEOUT_S = 15.0
 class EngineActor(RayActor, SGLangEngine):
     """An engine that finds its own port on the node it landed on."""
 
-    def start(self, router_ip: str, router_port: int, local: bool) -> str:
+    def start(self, router_ip: str, router_port: int, base_port: int, local: bool) -> str:
         """Start the server and register it; returns its url. `local`: listen on the loopback interface only."""
-        port = find_available_port(ENGINE_BASE_PORT + PORTS_PER_ENGINE * self.rank)
+        port = find_available_port(base_port + PORTS_PER_ENGINE * self.rank)
         host = LOCALHOST if local else get_current_node_ip()
         return self.init(None, port, None, host, router_ip=router_ip, router_port=router_port)
 
@@ -117,7 +119,8 @@ def start_rollout_servers(args: Namespace, pg: tuple[Any, list[int], list[int]])
         num_new_engines=len(engines),
         router=router,
     )
-    wait_all([engine.start.remote(server.router_ip, server.router_port, local) for engine in engines])
+    base_port = random.SystemRandom().choice(ENGINE_PORTS)
+    wait_all([engine.start.remote(server.router_ip, server.router_port, base_port, local) for engine in engines])
     args.sglang_model_routers = {server.model_name: (server.router_ip, server.router_port)}
     return {server.model_name: server}
 
@@ -127,7 +130,7 @@ def start_router(args: Namespace, local: bool) -> Router | None:
     if args.sglang_router_ip is not None:
         return None
     host = LOCALHOST if local else get_current_node_ip()
-    port = args.sglang_router_port or find_available_port(ROUTER_BASE_PORT)
+    port = args.sglang_router_port or find_available_port(random.SystemRandom().choice(ROUTER_PORTS))
     router = Router(host, port, Path(log_dir(args)) / f"router_{port}.log", router_options(args))
     router.start()
     router.wait_ready()

@@ -5,12 +5,12 @@ It fetches this rank's share of the rollout data and asks the rollout manager fo
 
 from __future__ import annotations
 
+import logging
 from argparse import Namespace
 from typing import Any
 
 import ray
 
-from slime.backends.fsdp_utils.distributed import exit_worker
 from slime.backends.fsdp_utils.trainer import FSDPTrainer
 from slime.observability.logging_utils import configure_logger, init_tracking
 from slime.ray.train_actor import TrainRayActor
@@ -69,6 +69,6 @@ class FSDPTrainRayActor(TrainRayActor):
         self.trainer.wake_up()
 
     def shutdown(self) -> None:
-        """See the base class: FSDP2 over gloo aborts now and then while the interpreter finalises."""
+        """See the base class."""
         self.trainer.shutdown()
-        exit_worker()
+        logging.shutdown()

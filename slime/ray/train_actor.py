@@ -81,4 +81,4 @@ class TrainRayActor(RayActor, abc.ABC):
 
     @abc.abstractmethod
     def shutdown(self) -> None:
-        """Leave the groups and end the process at once; the caller sees the actor die and takes it for success."""
+        """Leave the process groups and flush; the process is killed right after."""

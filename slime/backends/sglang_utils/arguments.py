@@ -15,6 +15,7 @@ import os
 import tempfile
 from typing import Any
 
+from slime.backends.sglang_utils.owned_process import check_port_free
 from slime.backends.sglang_utils.server import default_cpu_options
 
 SWITCH = None
@@ -111,6 +112,12 @@ def validate_sglang_args(args: argparse.Namespace) -> None:
         raise ValueError(f"--sglang-router-ip {args.sglang_router_ip} needs --sglang-router-port as well")
     if args.sglang_router_ip is not None and ":" in args.sglang_router_ip.strip("[]"):
         args.sglang_router_ip = f"[{args.sglang_router_ip.strip('[]')}]"
+    starts_router = args.sglang_router_ip is None and not getattr(args, "debug_train_only", False)
+    if starts_router and args.sglang_router_port is not None:
+        try:
+            check_port_free("127.0.0.1", args.sglang_router_port)
+        except ValueError as error:
+            raise ValueError(f"--sglang-router-port {args.sglang_router_port}: {error}") from None
     _validate_parallel_sizes(args)
 
 
