@@ -4,7 +4,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup_venv.sh"
 setup_venv
 cd "$ROOT"
-sources=(agentic slime tools tests train.py setup.py)
+sources=(agentic slime tools tests benchmarks train.py setup.py)
 if [ "${1:-}" = "--fix" ]; then
     "$PYTHON" -m ruff check --fix "${sources[@]}"
     "$PYTHON" -m isort -q "${sources[@]}"

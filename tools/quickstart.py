@@ -12,6 +12,7 @@ Writes to --output (default outputs/quickstart/METHOD): summary.json, metrics.js
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shlex
@@ -34,6 +35,7 @@ from tqdm import tqdm
 from slime.backends.sglang_utils.errors import ServerStartError
 from slime.backends.sglang_utils.owned_process import OwnedProcess
 from slime.observability.run_summary import eval_results, read_lines, step_rows, wilson_interval
+from slime.utils.arguments.parser import SlimeArgumentParser
 from slime.utils.data import check_prompt_file
 from slime.utils.misc import get_free_port
 
@@ -62,7 +64,7 @@ class Recipe:
 
 
 RECIPES = {
-    "tiny": Recipe(60, 8, 8, 2, 4e-4, 200, "compact", 3, 24, 32, 512, 4096, sft_rows=1600, sft_rollouts=12),
+    "tiny": Recipe(60, 8, 8, 2, 2e-4, 200, "compact", 3, 24, 32, 512, 4096, sft_rows=1600, sft_rollouts=15),
     "smollm2": Recipe(2, 2, 4, 1, 1e-6, 4, "standard", 1, 48, 64, 4096, 4096),
 }
 SFT_BATCH = 16
@@ -103,7 +105,7 @@ def _raise_interrupted(_number: int, _frame: FrameType | None) -> None:
 
 
 def parse_args(argv: Sequence[str]) -> Run:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = SlimeArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("method", nargs="?", choices=METHODS, default="agentflow")
     parser.add_argument(
         "--model", choices=RECIPES, default="tiny", help="tiny: built here, learns in minutes; smollm2: real"
@@ -114,12 +116,13 @@ def parse_args(argv: Sequence[str]) -> Run:
         "--seed", type=int, default=0, help="seed of the world, the model, the sampling and the training"
     )
     parser.add_argument("--output", type=Path, help="folder for everything (default: outputs/quickstart/METHOD)")
-    args = parser.parse_args(argv)
+    args = parser.parse_strictly(argv)
     recipe = RECIPES[args.model]
     num_rollout = recipe.num_rollout if args.num_rollout is None else args.num_rollout
     output = (args.output or ROOT / "outputs" / "quickstart" / args.method).resolve()
     run = Run(args.method, args.model, args.data and args.data.resolve(), num_rollout, args.seed, output, recipe)
     check(run)
+    claim_folder(run, move_aside=args.output is None)
     return run
 
 
@@ -133,10 +136,20 @@ def check(run: Run) -> None:
         raise ValueError(f"--data {run.data}: the tiny model only knows its own world; add --model smollm2")
     if run.data:
         check_prompt_file(str(run.data), "prompt")
+
+
+def claim_folder(run: Run, move_aside: bool) -> None:
+    """Make the output folder this run's. One that holds another run is kept: moved aside, or refused with ValueError."""
     settings = run.output / "run.json"
     wanted = {"model": run.model, "data": str(run.data), "num_rollout": run.num_rollout, "seed": run.seed}
     if settings.exists() and json.loads(settings.read_text()) != wanted:
-        raise ValueError(f"--output {run.output}: holds a run with other settings ({settings}); choose another folder")
+        if not move_aside:
+            raise ValueError(
+                f"--output {run.output}: holds a run with other settings ({settings}); choose another folder"
+            )
+        number = next(n for n in itertools.count(1) if not run.output.with_name(f"{run.output.name}.{n}").exists())
+        kept = run.output.rename(run.output.with_name(f"{run.output.name}.{number}"))
+        print(f"note: the earlier run with other settings is kept in {kept}")
     run.output.mkdir(parents=True, exist_ok=True)
     settings.write_text(json.dumps(wanted))
 
@@ -169,20 +182,25 @@ def run_to_end(run: Run, name: str, command: Sequence[str], tick: Callable[[], N
 class MetricsBar:
     """A progress bar that follows the metrics file of a training run and announces its evaluations."""
 
-    def __init__(self, path: Path, title: str, total: int, step_key: str) -> None:
-        self.path, self.step_key, self.evals = path, step_key, 0
-        self.bar = tqdm(total=total, desc=title, unit="rollout", dynamic_ncols=True)
+    def __init__(self, path: Path, title: str, total: int, shows_reward: bool) -> None:
+        self.path, self.shows_reward, self.evals, self.seen = path, shows_reward, 0, -1
+        self.bar = tqdm(total=total, desc=title, unit="rollout", dynamic_ncols=True, mininterval=0)
 
     def __call__(self) -> None:
         lines = read_lines(self.path)
-        done = {line["train/rollout_id"] for line in lines if line["step_key"] == "train/step"}
-        self.bar.update(len(done) - self.bar.n)
+        if sys.stderr.isatty():
+            self.bar.refresh()  # the clock; in a log one line per rollout is enough
+        if len(lines) == self.seen:
+            return
+        self.seen = len(lines)
         rewards = [line["rollout/raw_reward"] for line in lines if line.get("rollout/raw_reward") is not None]
-        if rewards:
-            self.bar.set_postfix(reward=f"{rewards[-1]:.2f}")
+        if self.shows_reward and rewards:
+            self.bar.set_postfix(reward=f"{rewards[-1]:.2f}", refresh=False)
         for result in eval_results(lines)[self.evals :]:
             self.evals += 1
             self.bar.write("  held-out success: " + ", ".join(f"{name} {rate:.3f}" for name, rate in result.items()))
+        done = {line["train/rollout_id"] for line in lines if line["step_key"] == "train/step"}
+        self.bar.update(len(done) - self.bar.n)
 
 
 def prepare_model(run: Run) -> None:
@@ -230,7 +248,7 @@ def warm_start(run: Run) -> None:
         str(run.output / "run" / "sft_hf_{rollout_id}"),
     ]
     command += ["--metrics-jsonl", str(metrics)]
-    run_to_end(run, "warm_start", command, MetricsBar(metrics, "warm start", recipe.sft_rollouts, "train/step"))
+    run_to_end(run, "warm_start", command, MetricsBar(metrics, "warm start", recipe.sft_rollouts, False))
     (run.output / "run" / f"sft_hf_{recipe.sft_rollouts - 1}").rename(run.start_model)
 
 
@@ -258,7 +276,7 @@ def write_configs(run: Run) -> dict[str, Path]:
     ]
     common = {"input_key": "prompt", "label_key": "label", "max_response_len": recipe.max_new_tokens}
     documents = {
-        "roles": {"defaults": {"timeout_s": 300}, "servers": {"frozen": server}, "roles": roles},
+        "roles": {"defaults": {"timeout_s": 300, "retries": 12}, "servers": {"frozen": server}, "roles": roles},
         "agentflow": method,
         "eval": {"eval": {"defaults": common, "datasets": sets}},
     }
@@ -287,7 +305,16 @@ def train_command(run: Run, configs: dict[str, Path]) -> list[str]:
     command += ["--rollout-max-response-len", str(recipe.max_new_tokens), "--rollout-temperature", "1.0"]
     command += ["--use-dynamic-batch-size", "--max-tokens-per-gpu", str(recipe.tokens_per_batch)]
     command += ["--advantage-estimator", "grpo", "--eps-clip", "0.2", "--eps-clip-high", "0.3", "--use-kl-loss"]
-    command += ["--kl-loss-type", "low_var_kl", "--kl-loss-coef", "0.001", "--lr", str(recipe.lr)]
+    command += [
+        "--kl-loss-type",
+        "low_var_kl",
+        "--kl-loss-coef",
+        "0.001",
+        "--lr",
+        str(recipe.lr),
+        "--adam-beta2",
+        "0.98",
+    ]
     command += ["--custom-generate-function-path", "agentic.agentflow.rollout.generate"]
     command += ["--custom-rm-path", "agentic.agentflow.reward.reward_func"]
     command += ["--custom-convert-samples-to-train-data-path", "agentic.agentflow.convert.custom_convert"]
@@ -311,34 +338,32 @@ def train_command(run: Run, configs: dict[str, Path]) -> list[str]:
 
 
 def train(run: Run) -> None:
-    """Frozen role servers up, then the GRPO run with an evaluation before and after; resumes from the last checkpoint."""
+    """Frozen role servers and the GRPO run with its evaluations; goes on from the last checkpoint."""
     if (run.output / "checkpoint" / "config.json").exists():
         return
     configs = write_configs(run)
-    servers = child(
-        run,
-        "role_servers",
-        [
-            sys.executable,
-            str(ROOT / "tools/serve_roles.py"),
-            "--roles",
-            str(configs["roles"]),
-            "--log-dir",
-            str(run.logs),
-        ],
-    )
+    serve = [sys.executable, str(ROOT / "tools/serve_roles.py"), "--roles", str(configs["roles"])]
+    servers = child(run, "role_servers", [*serve, "--log-dir", str(run.logs)])
+    bar = MetricsBar(run.metrics, "GRPO", run.num_rollout, True)
+
+    def tick() -> None:
+        bar()
+        if servers.poll() is not None:
+            raise RuntimeError(f"the role servers ended; log: {servers.log_path}\n{servers.log_tail()}")
+
     try:
-        servers.wait_until(lambda: "ALL READY" in servers.log_tail(), timeout_s=600.0)
-        bar = MetricsBar(run.metrics, "GRPO", run.num_rollout, "train/step")
-        run_to_end(run, "train", train_command(run, configs), bar)
+        # Both start at once: training brings up Ray, its engine and its model before it needs the frozen roles.
+        run_to_end(run, "train", train_command(run, configs), tick)
     finally:
         servers.stop(timeout_s=45.0)
+        bar.bar.close()
     (run.output / "run" / f"hf_{run.num_rollout - 1}").rename(run.output / "checkpoint")
 
 
 def commit() -> str:
-    """The commit of this tree, or 'unknown' outside a git checkout."""
-    answer = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    """The commit of this tree, with `-dirty` when it was changed; 'unknown' outside a git checkout."""
+    command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return answer.stdout.strip() or "unknown"
 
 
@@ -354,8 +379,8 @@ def summarise(run: Run, seconds: float) -> dict[str, Any]:
         "n_eval": n,
         "eval_before": before["greedy"],
         "eval_after": after["greedy"],
-        "ci95_before": wilson_interval(before["greedy"], n),
-        "ci95_after": wilson_interval(after["greedy"], n),
+        "ci95_before": [round(bound, 4) for bound in wilson_interval(before["greedy"], n)],
+        "ci95_after": [round(bound, 4) for bound in wilson_interval(after["greedy"], n)],
         "eval_before_sampled": before["sampled"],
         "eval_after_sampled": after["sampled"],
         "num_rollouts": run.num_rollout,
@@ -392,8 +417,8 @@ def main(argv: Sequence[str]) -> int:
     except (ValueError, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _raise_interrupted)
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signal_number, _raise_interrupted)
     stages = {"model": prepare_model, "warm start": warm_start, "evaluate, train, evaluate": train}
     started = time.time()
     try:

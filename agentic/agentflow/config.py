@@ -8,15 +8,14 @@ frozen and hashable, so it can key the cache of clients. Leaves out: addresses a
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
 
-from agentic.agentflow.tools import TOOLS
+from agentic.agentflow.tools import WebSettings, tool_class
 from agentic.common.errors import ConfigError
-from agentic.common.roles import nearest
+from agentic.common.settings import Settings
 
 PREFIX = "agentflow_"
+SETTINGS = Settings(PREFIX)
 TRAINABLE_ROLES = ("analysis", "next_step", "final")
 TURN_WEIGHTINGS = ("paper", "token_mean", "uniform_turn")
 JUDGES = ("rule_first", "rule_only")
@@ -63,6 +62,26 @@ class AgentFlowConfig:
     """Wall clock of one program of `python_coder`."""
     sandbox_memory_mb: int = 1024
     """Address space of one program of `python_coder`."""
+    sandbox_preload: tuple[str, ...] = ()
+    """Modules that programs find imported already, e.g. `numpy`, `sympy`; saves their import time in each call."""
+    judge_cache: str = ""
+    """SQLite file that keeps the judge's verdicts, shared by all processes; empty: every answer is judged anew."""
+    web_search_url: str = ""
+    """Address of the service behind `web_search`, with `{query}` where the query goes; it answers with JSON."""
+    web_search_fields: tuple[str, ...] = ("results", "title", "url", "content")
+    """Dotted paths in that JSON: the list of results, then title, address and snippet in one result."""
+    wikipedia_url: str = ""
+    """Address of the MediaWiki interface (`.../w/api.php`) behind `wikipedia_search`."""
+    blocked_domains: tuple[str, ...] = ()
+    """Domains that the search tools must not show or read, e.g. those with the solutions of a benchmark."""
+    web_private_addresses: bool = False
+    """Let `web_page` read addresses that are not public, such as services of the cluster."""
+    web_timeout_s: float = 10.0
+    """Wall clock of one fetch of a search tool."""
+    web_max_bytes: int = 1_000_000
+    """Bytes read of one page."""
+    mcp_config: str = ""
+    """YAML file with MCP servers; all their tools are added to `tools`."""
 
     @classmethod
     def from_args(cls, args: Namespace) -> AgentFlowConfig:
@@ -71,55 +90,47 @@ class AgentFlowConfig:
         Raises:
             ConfigError: unknown name, missing `agentflow_roles`, or a value of the wrong type or range.
         """
-        given = {key.removeprefix(PREFIX): value for key, value in vars(args).items() if key.startswith(PREFIX)}
-        names = [field.name for field in fields(cls)]
-        for name in given:
-            if name not in names:
-                raise ConfigError(f"unknown setting {PREFIX}{name}{nearest(name, names)}")
+        defaults = {field.name: "" if field.name == "roles" else field.default for field in fields(cls)}
+        given = SETTINGS.read(args, defaults)
         if not given.get("roles"):
             raise ConfigError(f"{PREFIX}roles is not set; give the path of the role file in --custom-config-path")
-        defaults = {field.name: field.default for field in fields(cls) if field.name != "roles"}
-        return cls(**{name: _coerce(name, value, defaults.get(name, "")) for name, value in given.items()})
+        return cls(**given)
 
     def __post_init__(self) -> None:
-        _check_choice("turn_weighting", self.turn_weighting, TURN_WEIGHTINGS)
-        _check_choice("judge", self.judge, JUDGES)
+        SETTINGS.check_choice("turn_weighting", self.turn_weighting, TURN_WEIGHTINGS)
+        SETTINGS.check_choice("judge", self.judge, JUDGES)
         for role in self.train_roles:
-            _check_choice("train_roles", role, TRAINABLE_ROLES)
+            SETTINGS.check_choice("train_roles", role, TRAINABLE_ROLES)
         for tool in self.tools:
-            _check_choice("tools", tool, TOOLS)
-        _check("train_roles", self.train_roles, "name at least one role", bool)
-        _check("tools", self.tools, "name each tool once, and at least one", lambda v: v and len(set(v)) == len(v))
-        _check("max_failure_rate", self.max_failure_rate, "must be between 0 and 1", lambda v: 0 <= v <= 1)
+            tool_class(tool)
+        SETTINGS.check("train_roles", self.train_roles, "name at least one role", self.train_roles)
+        each_once = self.tools and len(set(self.tools)) == len(self.tools)
+        SETTINGS.check("tools", self.tools, "name each tool once, and at least one", each_once)
+        rate = self.max_failure_rate
+        SETTINGS.check("max_failure_rate", rate, "must be between 0 and 1", 0 <= rate <= 1)
         for field in fields(self):
             if type(field.default) in (int, float) and field.name != "max_failure_rate":
-                _check(field.name, getattr(self, field.name), "must be positive", lambda v: v > 0)
+                value = getattr(self, field.name)
+                SETTINGS.check(field.name, value, "must be positive", value > 0)
 
     @property
     def required_roles(self) -> tuple[str, ...]:
         """Roles that the role file must contain under these settings."""
         final = () if "final" in self.train_roles else ("generator",)
         judge = ("judge",) if self.judge == "rule_first" else ()
-        return ("planner", "executor", "verifier", *self.tools, *final, *judge)
+        specs = (tool_class(tool).spec for tool in self.tools)
+        tools = (spec.name for spec in specs if spec.needs_role)
+        return ("planner", "executor", "verifier", *tools, *final, *judge)
 
-
-def _coerce(name: str, value: Any, default: Any) -> Any:
-    """Bring a YAML value to the type of the field's default; a comma list is accepted for tuples."""
-    if isinstance(default, tuple):
-        parts = value.split(",") if isinstance(value, str) else value
-        if isinstance(parts, (list, tuple)) and all(isinstance(part, str) for part in parts):
-            return tuple(part.strip() for part in parts)
-    elif isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    elif type(value) is type(default):
-        return value
-    raise ConfigError(f"{PREFIX}{name} is {value!r}; expected a {type(default).__name__} such as {default!r}")
-
-
-def _check(name: str, value: Any, remedy: str, accept: Callable[[Any], Any]) -> None:
-    if not accept(value):
-        raise ConfigError(f"{PREFIX}{name} is {value!r}: {remedy}")
-
-
-def _check_choice(name: str, value: str, choices: Any) -> None:
-    _check(name, value, f"choose from {', '.join(choices)}", lambda v: v in choices)
+    @property
+    def web(self) -> WebSettings:
+        """What the search tools need of these settings."""
+        return WebSettings(
+            search_url=self.web_search_url,
+            search_fields=self.web_search_fields,
+            wikipedia_url=self.wikipedia_url,
+            blocked_domains=self.blocked_domains,
+            private_addresses=self.web_private_addresses,
+            timeout_s=self.web_timeout_s,
+            max_bytes=self.web_max_bytes,
+        )

@@ -17,8 +17,11 @@ from dataclasses import dataclass
 from agentic.agentflow.config import AgentFlowConfig
 from agentic.agentflow.memory import Tokenizer
 from agentic.agentflow.prompts import PromptSet
-from agentic.agentflow.tools import Toolbox
+from agentic.agentflow.tools import Kit, Toolbox
+from agentic.agentflow.tools.mcp_tools import load_mcp_tools
 from agentic.common.clients import FrozenClient, PolicyClient
+from agentic.common.judge import JudgeClient
+from agentic.common.judge_cache import CachedJudge
 from agentic.common.roles import RoleTable
 from agentic.common.sandbox import SandboxLimits
 from slime.rollout.sglang_rollout import GenerateState, get_model_url
@@ -39,21 +42,44 @@ class Crew:
     frozen: Mapping[str, FrozenClient]
     tokenizer: Tokenizer
     """The policy's; it measures the memory budgets."""
+    judge: JudgeClient | None
+    """The judging role, behind the cache if there is one; None when only the rule scores."""
 
     @classmethod
     def build(cls, config: AgentFlowConfig, table: RoleTable, tokenizer: Tokenizer) -> Crew:
         """Clients for all roles of the table.
 
         Raises:
-            ConfigError: the prompt set is incomplete.
+            ConfigError: the prompt set is incomplete, or a tool or the judge's cache cannot be set up.
         """
         prompts = PromptSet.load(config.prompt_set)
         # The policy's tokenizer and context are its own; frozen roles load theirs from the role file.
         policy = PolicyClient(table["planner"], tokenizer, config.max_context_len)
         frozen = {role.name: FrozenClient(role) for role in table if role.name != "planner"}
-        seconds = config.sandbox_timeout_s
-        limits = SandboxLimits(timeout_s=seconds, cpu_s=math.ceil(seconds), memory_mb=config.sandbox_memory_mb)
-        return cls(config, prompts, Toolbox.build(config.tools, frozen, prompts, limits), policy, frozen, tokenizer)
+        kit = Kit(frozen, prompts, _sandbox_limits(config), config.web)
+        toolbox = Toolbox.build(config.tools, kit, load_mcp_tools(config.mcp_config) if config.mcp_config else ())
+        return cls(config, prompts, toolbox, policy, frozen, tokenizer, _judge(config, frozen))
+
+
+def _sandbox_limits(config: AgentFlowConfig) -> SandboxLimits:
+    seconds = config.sandbox_timeout_s
+    return SandboxLimits(
+        timeout_s=seconds,
+        cpu_s=math.ceil(seconds),
+        memory_mb=config.sandbox_memory_mb,
+        preload=config.sandbox_preload,
+    )
+
+
+def _judge(config: AgentFlowConfig, frozen: Mapping[str, FrozenClient]) -> JudgeClient | None:
+    if config.judge != "rule_first":
+        return None
+    client = frozen["judge"]
+    if not config.judge_cache:
+        return client
+    role = client.role
+    sampling = f"temperature={role.temperature};top_p={role.top_p};max_new_tokens={role.max_new_tokens}"
+    return CachedJudge(client, config.judge_cache, str(role.model or role.tokenizer or role.url), sampling)
 
 
 def load_roles(args: Namespace, config: AgentFlowConfig) -> RoleTable:

@@ -43,10 +43,9 @@ async def _score(crew: Crew, sample: Sample) -> float:
         return 0.0
     if sample.label is None:
         raise ConfigError(f"sample {sample.index} has no label; check --label-key")
-    client = crew.frozen["judge"] if crew.config.judge == "rule_first" else None
     question, answer = sample.metadata["question"], sample.metadata["final_output"]
     try:
-        result = await judge(question, answer, sample.label, client, partial(crew.prompts.render, "judge"))
+        result = await judge(question, answer, sample.label, crew.judge, partial(crew.prompts.render, "judge"))
     except Unscored as error:
         logger.warning("sample %s could not be scored: %s", sample.index, error)
         mark_failed(sample, error)

@@ -1,5 +1,7 @@
 """Hooks `generate` (`--custom-generate-function-path`) and `eval_log` (`--custom-eval-rollout-log-function-path`).
 
+`validate_args` is called with them where the framework checks its flags; elsewhere the first `generate` checks the same.
+
 Inputs: slime's arguments and one `Sample` with a question and a label. Invariants: `sample.prompt` is never changed;
 training and evaluation take the same path with other limits; the sample's own token fields are those of the last
 trained turn, all turns are in `train_metadata["turns"]`; a failure of the infrastructure is a status with
@@ -8,33 +10,42 @@ trained turn, all turns are in `train_metadata["turns"]`; a failure of the infra
 
 from __future__ import annotations
 
-import json
 import logging
-import math
-import os
 import re
-import time
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from agentic.agentflow.config import AgentFlowConfig
-from agentic.agentflow.crew import Crew, get_crew, load_roles
+from agentic.agentflow.crew import ROLES, Crew, get_crew, load_roles
+from agentic.agentflow.prompts import PromptSet
 from agentic.agentflow.solver import Solver, Trajectory
 from agentic.common.errors import AgenticError, ConfigError, InfrastructureError, PromptTooLong, RoleTimeout
+from agentic.common.eval_log import append_evaluation, eval_log_path, reward_figures
 from agentic.common.failures import mark_failed
+from agentic.common.roles import RoleTable
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 
 ABORT_REASONS = ("engine_aborted", "trajectory_timeout")
-UNUSABLE = (Sample.Status.FAILED, Sample.Status.ABORTED)
 # The instruction that DAPO-Math-17k puts around every problem; it contradicts the output formats of our roles.
 _WRAPPER_HEAD = re.compile(r"(?s)\A\s*Solve the following math problem step by step\..{0,200}?to the problem\.\s*")
 _WRAPPER_TAIL = re.compile(r"\s*Remember to put your answer on its own line after \"Answer:\"\.?\s*\Z")
+# The router's address is only known once it runs.
+_ANY_POLICY_URL = "http://policy"
+
+
+def validate_args(args: Namespace) -> None:
+    """Check settings, role file and prompt set before anything is started.
+
+    Raises:
+        FileNotFoundError, ConfigError: what is wrong, where, and the remedy.
+    """
+    config = AgentFlowConfig.from_args(args)
+    RoleTable.load(config.roles, _ANY_POLICY_URL, known_roles=ROLES, required=config.required_roles)
+    PromptSet.load(config.prompt_set)
 
 
 async def generate(
@@ -129,50 +140,13 @@ def eval_log(
 
     Failed trajectories are counted, not averaged. Every line carries the settings and the role table.
     """
-    if not args.save:
-        logger.warning(
-            "eval_log: --save is not set, the evaluation of rollout %d is not written to a file", rollout_id
-        )
+    path = eval_log_path(args, rollout_id)
+    if path is None:
         return False
     config = AgentFlowConfig.from_args(args)
-    roles = [asdict(role) for role in load_roles(args, config)]
+    settings = {"config": asdict(config), "roles": [asdict(role) for role in load_roles(args, config)]}
     for name, result in data.items():
-        line = {"time": time.time(), "rollout_id": rollout_id, "dataset": name, **_summary(result)}
-        line |= {"config": asdict(config), "roles": roles, "extra_metrics": extra_metrics or {}}
-        _append_line(Path(args.save) / "eval_log.jsonl", json.dumps(line, default=str))
+        reasons = Counter(str(sample.metadata.get("stop_reason")) for sample in result.get("samples") or [])
+        figures = {**reward_figures(result), "stop_reasons": dict(reasons)}
+        append_evaluation(path, rollout_id, name, {**figures, **settings, "extra_metrics": extra_metrics or {}})
     return False
-
-
-def _summary(result: dict[str, Any]) -> dict[str, Any]:
-    samples: Sequence[Sample] = result.get("samples") or []
-    usable = [sample.status not in UNUSABLE for sample in samples] or [True] * len(result["rewards"])
-    scores = [float(reward) for reward, ok in zip(result["rewards"], usable, strict=True) if ok]
-    mean = sum(scores) / len(scores) if scores else None
-    return {
-        "n": len(scores),
-        "n_failed": len(usable) - len(scores),
-        "mean": mean,
-        "stderr": _standard_error(scores),
-        "truncated": sum(bool(flag) for flag in result.get("truncated") or []),
-        "stop_reasons": dict(Counter(str(sample.metadata.get("stop_reason")) for sample in samples)),
-        "failure_reasons": dict(
-            Counter(str(s.metadata.get("failure_reason")) for s in samples if s.status in UNUSABLE)
-        ),
-    }
-
-
-def _standard_error(scores: Sequence[float]) -> float | None:
-    if len(scores) < 2:
-        return None
-    mean = sum(scores) / len(scores)
-    return math.sqrt(sum((score - mean) ** 2 for score in scores) / (len(scores) - 1) / len(scores))
-
-
-def _append_line(path: Path, line: str) -> None:
-    """One write on an append-only descriptor: lines of concurrent writers do not mix."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        os.write(descriptor, (line + "\n").encode())
-    finally:
-        os.close(descriptor)

@@ -49,6 +49,8 @@ FACTS = {
     ("eggs", "dozen"): 12,
 }
 MAX_NUMBER = 199
+# Scripted decisions shown for each state: copying the right numbers out of the question is the slowest thing to learn.
+PLANS_PER_STEP = 3
 CODER, GENERATOR = "python_coder", "base_generator"
 EXPRESSIONS = {
     "add": "print({0} +{1})",
@@ -56,17 +58,20 @@ EXPRESSIONS = {
     "multiply": "print({0} *{1})",
     "maximum": "print(max({0},{1}))",
 }
-# The planner's sub-goal it is confused with, by right sub-goal.
-CONFUSION = {"add": "subtract", "subtract": "add", "multiply": "add", "maximum": "subtract", "recall": "maximum"}
+# The sub-goal that the scripted planner takes for the right one. Kinds that look alike (gets, gives) are confused with
+# different ones: a warm start that cannot tell two kinds apart would make their rewards pull against each other.
+CONFUSION = {"add": "maximum", "subtract": "add", "multiply": "subtract", "maximum": "add", "recall": "maximum"}
 # Chance of the right sub-goal and of the right tool in the warm start, by kind and step. Below one half the mode is wrong.
+# Kinds that begin alike (packs bags) share the chances of their first step, which a tiny model could not keep apart.
+# The order mixes easy and hard kinds within each half of a rollout, which is one optimiser step.
 BIAS: dict[str, list[tuple[float, float]]] = {
     "add": [(0.36, 0.85)],
+    "fact": [(0.90, 0.40)],
+    "multiply_subtract": [(0.42, 0.85), (0.42, 0.90)],
     "subtract": [(0.70, 0.80)],
-    "multiply": [(0.38, 0.85)],
-    "maximum": [(0.85, 0.36)],
-    "fact": [(0.90, 0.36)],
-    "multiply_add": [(0.70, 0.85), (0.70, 0.85)],
-    "multiply_subtract": [(0.75, 0.85), (0.38, 0.90)],
+    "multiply": [(0.42, 0.85)],
+    "maximum": [(0.85, 0.42)],
+    "multiply_add": [(0.42, 0.85), (0.70, 0.85)],
     "fact_multiply": [(0.85, 0.65), (0.70, 0.85)],
 }
 KINDS = tuple(BIAS)
@@ -213,8 +218,10 @@ class TraceWriter:
             if index:  # the second step works on what the first one returned, right or wrong
                 arguments = (str(result), problem.steps[1].arguments[1])
             right = Step(arguments, right.sub_goal, right.tool, right.result)
-            step = scripted_step(problem.kind, index, right, self.rng)
-            yield self.row("next_step", plan_text(step), **self._plan_fields(problem, analysis, memory, index))
+            fields = self._plan_fields(problem, analysis, memory, index)
+            for _ in range(PLANS_PER_STEP):  # the last one is carried out
+                step = scripted_step(problem.kind, index, right, self.rng)
+                yield self.row("next_step", plan_text(step), **fields)
             yield from self.tool_rows(step)
             result = step.result
             memory += self.memory_entry(index + 1, step)
@@ -234,11 +241,13 @@ class TraceWriter:
             yield self.row("base_generator", f" {step.result}", query=query)
 
     def copy_rows(self) -> Iterator[dict[str, list[dict[str, str]]]]:
-        """Rows with random numbers, which teach the frozen roles to copy instead of to remember."""
+        """Rows for the frozen roles: random numbers, which teach copying instead of remembering, and every number fact."""
         numbers = tuple(str(self.rng.randint(0, MAX_NUMBER)) for _ in range(2))
         sub_goal = self.rng.choice(list(EXPRESSIONS))
         step = Step(numbers, sub_goal, CODER, self.rng.randint(0, MAX_NUMBER))
         yield from self.tool_rows(step)
+        words, count = self.rng.choice(list(FACTS.items()))
+        yield from self.tool_rows(Step(words, "recall", GENERATOR, count))
         first = self.memory_entry(
             1, Step(numbers, self.rng.choice(list(CONFUSION)), CODER, self.rng.randint(0, MAX_NUMBER))
         )

@@ -24,7 +24,7 @@ from functools import lru_cache
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-import httpx
+import aiohttp
 import orjson
 
 from agentic.common.errors import PromptTooLong, RoleBadResponse, RoleTimeout, RoleUnavailable
@@ -40,7 +40,7 @@ BACKOFF_FIRST_S = 0.25
 BACKOFF_MAX_S = 4.0
 # Servers close idle connections after about 5 s (uvicorn); letting ours go first avoids most dropped calls.
 KEEPALIVE_S = 4.0
-DROPPED = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError)
+DROPPED = (aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError, ConnectionResetError)
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Completion:
 
 @dataclass
 class _LoopState:
-    client: httpx.AsyncClient
+    client: aiohttp.ClientSession
     semaphores: dict[tuple[str, str, int], asyncio.Semaphore] = field(default_factory=dict)
 
 
@@ -71,8 +71,9 @@ def _loop_state() -> _LoopState:
     loop = asyncio.get_running_loop()
     if loop not in _LOOPS:
         # No pool limit here: concurrency is bounded by the roles' semaphores, time by our own deadlines.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=KEEPALIVE_S)
-        _LOOPS[loop] = _LoopState(httpx.AsyncClient(limits=limits, timeout=None, trust_env=False))
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
+        timeout = aiohttp.ClientTimeout(total=None)
+        _LOOPS[loop] = _LoopState(aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=False))
     return _LOOPS[loop]
 
 
@@ -85,7 +86,7 @@ async def close_clients() -> None:
     """Close the running event loop's connections (end of a program or test)."""
     state = _LOOPS.pop(asyncio.get_running_loop(), None)
     if state is not None:
-        await state.client.aclose()
+        await state.client.close()
 
 
 async def _call(role: Role, path: str, payload: dict[str, Any], headers: dict[str, str] | None = None) -> Any:
@@ -117,38 +118,49 @@ async def _with_retries(role: Role, attempt: Callable[[], Awaitable[T]]) -> T:
 
 async def _attempt(role: Role, url: str, body: bytes, headers: dict[str, str]) -> Any:
     try:
-        response = await _post(url, body, headers)
-    except httpx.TransportError as error:
+        status, answer = await _post(url, body, headers)
+    except aiohttp.ClientError as error:
         raise RoleUnavailable(role.name, f"{url}: {type(error).__name__} {error}".rstrip()) from error
-    if response.status_code >= 500 or response.status_code == 429:
-        raise RoleUnavailable(role.name, f"{url}: HTTP {response.status_code} {response.text[:200]}")
-    if response.status_code != 200:
-        raise RoleBadResponse(role.name, f"{url}: HTTP {response.status_code} {response.text[:500]}")
+    if status >= 500 or status == 429:
+        raise RoleUnavailable(role.name, f"{url}: HTTP {status} {_shown(answer, 200)}")
+    if status != 200:
+        raise RoleBadResponse(role.name, f"{url}: HTTP {status} {_shown(answer, 500)}")
     try:
-        return orjson.loads(response.content)
+        return orjson.loads(answer)
     except orjson.JSONDecodeError as error:
-        raise RoleBadResponse(role.name, f"{url}: answer is not JSON: {response.text[:200]!r}") from error
+        raise RoleBadResponse(role.name, f"{url}: answer is not JSON: {_shown(answer, 200)!r}") from error
 
 
-async def _post(url: str, body: bytes, headers: dict[str, str]) -> httpx.Response:
-    client = _loop_state().client
+def _shown(answer: bytes, limit: int) -> str:
+    return answer[:limit].decode(errors="replace")
+
+
+async def _post(url: str, body: bytes, headers: dict[str, str]) -> tuple[int, bytes]:
+    """Status and body of the answer."""
     try:
-        return await client.post(url, content=body, headers=headers)
+        return await _post_once(url, body, headers)
     except DROPPED:
         # A kept-alive connection that the server closed while we wrote: says nothing about its health, so once at once.
-        return await client.post(url, content=body, headers=headers)
+        return await _post_once(url, body, headers)
+
+
+async def _post_once(url: str, body: bytes, headers: dict[str, str]) -> tuple[int, bytes]:
+    async with _loop_state().client.post(url, data=body, headers=headers) as response:
+        return response.status, await response.read()
 
 
 async def check_reachable(role: Role, timeout_s: float = 10.0) -> None:
     """Health check at start. Raises RoleUnavailable with the URL and what to do."""
     url = role.url + ("/health" if role.api == "generate" else _chat_path(role, "/models"))
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
     try:
-        response = await asyncio.wait_for(_loop_state().client.get(url, headers=_auth(role)), timeout_s)
-    except (httpx.TransportError, asyncio.TimeoutError) as error:
+        async with _loop_state().client.get(url, headers=_auth(role), timeout=timeout) as response:
+            status = response.status
+    except (aiohttp.ClientError, asyncio.TimeoutError) as error:
         detail = f"{url} does not answer ({type(error).__name__}); start its server or correct `url`"
         raise RoleUnavailable(role.name, detail) from error
-    if response.status_code != 200:
-        raise RoleUnavailable(role.name, f"{url}: HTTP {response.status_code}; is this the right server?")
+    if status != 200:
+        raise RoleUnavailable(role.name, f"{url}: HTTP {status}; is this the right server?")
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -216,13 +228,25 @@ class PolicyClient:
         trained: bool = True,
         session_id: str | None = None,
     ) -> TurnRecord:
-        """One call; `role_name` labels the record (the planner has several), `session_id` pins it to one worker.
+        """One call with a chat prompt; see `generate_ids`."""
+        prompt_ids = render_ids(self.tokenizer, messages)
+        return await self.generate_ids(prompt_ids, sampling_params, role_name, trained, session_id)
+
+    async def generate_ids(
+        self,
+        prompt_ids: list[int],
+        sampling_params: dict[str, Any],
+        role_name: str | None = None,
+        trained: bool = True,
+        session_id: str | None = None,
+    ) -> TurnRecord:
+        """One call with exactly these ids; `role_name` labels the record (a policy may have several roles),
+        `session_id` pins it to one worker.
 
         Raises PromptTooLong, or an InfrastructureError: RoleBadResponse also when the engine's prompt length differs
         from ours, RoleUnavailable when it aborted before the first token.
         """
         name = role_name or self.role.name
-        prompt_ids = render_ids(self.tokenizer, messages)
         payload = {
             "input_ids": prompt_ids,
             "sampling_params": self._sampling(name, len(prompt_ids), sampling_params),
@@ -272,6 +296,7 @@ def _turn_record(role: str, prompt_ids: list[int], data: Any, trained: bool) -> 
             finish_reason=finish,
             text=data["text"],
             weight_version=None if version is None else str(version),
+            cached_tokens=int(meta.get("cached_tokens") or 0),
         )
     except ValueError as error:
         raise RoleBadResponse(role, str(error)) from error

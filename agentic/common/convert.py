@@ -12,7 +12,7 @@ Left out: padding to the global batch and the split over ranks (slime does both)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,9 @@ from agentic.common.weighting import turn_denominators
 
 # Two ids: with an empty prompt the response token would have no logit that predicts it.
 STUB_TOKENS = (0, 0)
+
+# Mask sums of the turns of all trajectories, in the order of the rows -> denominators of the same shape.
+BatchWeighting = Callable[[list[list[int]]], list[list[float]]]
 
 
 @dataclass
@@ -45,13 +48,14 @@ class Trajectory:
 
 
 def expand_turns(
-    trajectories: Sequence[Trajectory], turn_weighting: str = "paper", normalize_std: bool = True
+    trajectories: Sequence[Trajectory], turn_weighting: str | BatchWeighting = "paper", normalize_std: bool = True
 ) -> dict[str, list[Any]]:
     """Train data as slime's `custom_convert` hook returns it; `rewards` holds the advantages.
 
     Keys: tokens, response_lengths, loss_masks, rewards, raw_reward, truncated, sample_indices, rollout_ids,
     rollout_mask_sums (see `weighting`), rollout_log_probs. raw_reward is None for a failed trajectory, as in slime's
-    own conversion: it has no reward, and 0 would be one.
+    own conversion: it has no reward, and 0 would be one. `turn_weighting` is a mode of `turn_denominators`, or a
+    function for weights that depend on the whole batch.
     Raises ValueError for an invalid turn record or repeated index or rollout id, ConfigError for an unknown weighting.
     """
     ordered = sorted(trajectories, key=lambda trajectory: trajectory.index)
@@ -62,19 +66,28 @@ def expand_turns(
         [trajectory.group_index for trajectory in ordered],
         normalize_std,
     )
+    turns = [trajectory.trained_turns() or [_stub()] for trajectory in ordered]
+    denominators = _denominators(turns, turn_weighting)
     rows = [
         row
-        for trajectory, advantage in zip(ordered, advantages, strict=True)
-        for row in _trajectory_rows(trajectory, advantage, turn_weighting)
+        for parts in zip(ordered, turns, advantages, denominators, strict=True)
+        for row in _trajectory_rows(*parts)
     ]
     return {key: [row[key] for row in rows] for key in rows[0]} if rows else {}
 
 
-def _trajectory_rows(trajectory: Trajectory, advantage: float, turn_weighting: str) -> list[dict[str, Any]]:
-    turns = trajectory.trained_turns() or [_stub()]
+def _denominators(turns: list[list[TurnRecord]], weighting: str | BatchWeighting) -> list[list[float]]:
+    mask_sums = [[sum(turn.loss_mask) for turn in members] for members in turns]
+    if callable(weighting):
+        return weighting(mask_sums)
+    return [turn_denominators(members, weighting) for members in mask_sums]
+
+
+def _trajectory_rows(
+    trajectory: Trajectory, turns: list[TurnRecord], advantage: float, denominators: list[float]
+) -> list[dict[str, Any]]:
     for turn in turns:
         turn.validate()
-    denominators = turn_denominators([sum(turn.loss_mask) for turn in turns], turn_weighting)
     return [
         {
             "tokens": list(turn.tokens),

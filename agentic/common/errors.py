@@ -6,6 +6,7 @@
      |    +-- RoleTimeout       a role did not answer before its deadline, all retries used
      |    +-- RoleUnavailable   connection refused or dropped, HTTP 5xx or 429, all retries used
      |    +-- RoleBadResponse   HTTP 4xx, or an answer that breaks the protocol: never retried
+     +-- BadRecord              a record of the data set cannot be used: the rollout is excluded, never scored 0
      +-- PromptTooLong          the prompt leaves no room for one new token: nothing was sent
      +-- Unscored               the judge could not give a verdict: the rollout is excluded, never scored 0
      +-- TooManyFailures        more rollouts failed than the configured share: the run must stop
@@ -60,6 +61,18 @@ class RoleBadResponse(InfrastructureError):
 
     def __init__(self, role: str, detail: str = "", /) -> None:
         super().__init__(f"role_bad_response:{role}", detail)
+
+
+class BadRecord(AgenticError):
+    """A record lacks what the method needs; `reason` says what, the detail which record and the remedy."""
+
+    def __init__(self, reason: str, detail: str, /) -> None:
+        super().__init__(reason, detail)
+        self.reason = reason
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.detail}"
 
 
 class PromptTooLong(AgenticError):

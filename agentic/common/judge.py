@@ -4,7 +4,7 @@ Inputs: question, full answer text (untrusted), reference label, a frozen client
 Invariants: the same rule decides in training and evaluation; only the judge's own output is parsed, its last verdict
 wins; inside the judge's input the answer text cannot leave its quoted block, forge a verdict line or chat markup; an
 empty answer is 0 without a call; a judge that cannot be reached or gives no verdict raises Unscored, never a score.
-Left out: caching, two-stage multiple choice.
+Left out: caching (`judge_cache` wraps the client), two-stage multiple choice.
 """
 
 from __future__ import annotations

@@ -32,26 +32,35 @@ class Role:
 
     name: str
     url: str
+    """`policy` (the trained model, behind the run's own router) or an address with http:// or https://."""
     api: str = "generate"
     """`generate` (SGLang, token ids in) or `chat` (OpenAI chat completions)."""
     tokenizer: str | None = None
     """Path or hub name; needed by frozen `generate` roles, whose chat template is their own."""
     model: str | None = None
+    """Name of the model as a `chat` service knows it; of the others only shown."""
     temperature: float | None = None
+    """Sampling temperature; 0 is greedy."""
     top_p: float | None = None
+    """Sampling top-p."""
     max_new_tokens: int | None = None
+    """Most tokens of one answer."""
     timeout_s: float = 60.0
     """Seconds for one attempt; all attempts together get `timeout_s * (retries + 1)`."""
     retries: int = 2
+    """Further attempts after a time-out, a transport error, HTTP 5xx or 429."""
     max_concurrency: int = 64
+    """Calls of this role in flight at once."""
     stop: tuple[str, ...] = ()
+    """Stop strings."""
     price_in: float = 0.0
-    """US dollars for a million prompt tokens."""
+    """US dollars for a million prompt tokens; recorded with the role table, nothing is computed from it."""
     price_out: float = 0.0
-    """US dollars for a million completion tokens."""
+    """Likewise for completion tokens."""
     api_key_env: str | None = None
     """Name of the environment variable with the bearer token of a `chat` service."""
     trained: bool = False
+    """Follows from `url: policy`; not a key of the file."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +69,13 @@ class ServerEntry:
 
     name: str
     model: str
+    """Hugging Face model directory."""
     port: int
+    """Port to listen on; each server has its own."""
     host: str = "127.0.0.1"
+    """Address to listen on."""
     tokenizer: str | None = None
+    """Tokenizer of the roles on this server (default: the model's)."""
     options: dict[str, Any] = field(default_factory=dict)
     """Server flags, names without the leading dashes."""
 

@@ -34,6 +34,8 @@ class TurnRecord:
     text: str = ""
     weight_version: str | None = None
     trained: bool = True
+    cached_tokens: int = 0
+    """Prompt tokens the engine had in its prefix cache."""
 
     @classmethod
     def from_engine(

@@ -23,11 +23,17 @@ def load_eval_episodes(folder: Path, rollout_ids: tuple[int, int], n_eval: int, 
     """
     template = str(folder / "eval_{rollout_id}.pt")
     before, after = (load_debug_rollout_data(template, rollout_id=i)[:n_eval] for i in rollout_ids)
-    gained = [i for i, (b, a) in enumerate(zip(before, after, strict=True)) if (a.reward or 0) > (b.reward or 0)]
+    gained = [i for i, (b, a) in enumerate(zip(before, after, strict=True)) if _score(a) > _score(b)]
     # The longest episode tells most.
     chosen = max(gained, key=lambda i: len(after[i].metadata.get("trace", [])), default=0)
     tokenizer = load_tokenizer(str(model))
     return [_episode(title, dump[chosen], tokenizer) for title, dump in (("Before", before), ("After", after))]
+
+
+def _score(sample: Sample) -> float:
+    """The reward as a number: a failed sample counts as 0, a reward dict by its `score`."""
+    reward = sample.reward.get("score") if isinstance(sample.reward, dict) else sample.reward
+    return float(reward or 0.0)
 
 
 def _episode(title: str, sample: Sample, tokenizer: Any) -> Episode:
@@ -39,7 +45,7 @@ def _episode(title: str, sample: Sample, tokenizer: Any) -> Episode:
             pieces = _pieces(turns.pop(0), tokenizer)
         calls.append(Call(entry.get("tool_name") or entry["role"], entry["text"], pieces))
     question = sample.metadata.get("question") or str(sample.prompt)
-    return Episode(title, question, str(sample.label), sample.reward, tuple(calls))
+    return Episode(title, question, str(sample.label), _score(sample), tuple(calls))
 
 
 def _pieces(turn: dict[str, Any], tokenizer: Any) -> tuple[Piece, ...]:

@@ -49,7 +49,7 @@ class Episode:
     title: str
     question: str
     label: str
-    reward: float | None
+    reward: float
     calls: tuple[Call, ...] = field(default=())
 
 

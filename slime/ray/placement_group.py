@@ -134,6 +134,10 @@ def create_rollout_manager(args: Namespace, pg: Bundles) -> tuple[Any, int | Non
     manager = as_actor(RolloutManager, num_cpus=1, num_gpus=0, runtime_env=env).remote(args, pg)
     num_rollout_per_epoch = _checked_input(manager.load_inputs.remote())
     if args.num_rollout is None:
+        if num_rollout_per_epoch is None:
+            raise BadInput(
+                "--num-epoch: the data source has no length or holds fewer prompts than --rollout-batch-size"
+            )
         args.num_rollout = num_rollout_per_epoch * args.num_epoch
     # The router's address is only known now; every other actor needs it.
     for name, value in ray.get(manager.start_servers.remote()).items():

@@ -28,6 +28,7 @@ from slime.ray.engines import RolloutServer, start_rollout_servers
 from slime.ray.utils import Lock, as_actor
 from slime.rollout import conversion
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
+from slime.utils.arguments.hooks import ROLLOUT_HOOKS
 from slime.utils.http_utils import init_http_client
 from slime.utils.misc import Box, load_function
 from slime.utils.types import Sample
@@ -59,6 +60,8 @@ class RolloutManager:
         init_tracking(args, primary=False)
         self.generate_rollout = load_function(args.rollout_function_path)
         self.eval_generate_rollout = load_function(args.eval_function_path or args.rollout_function_path)
+        for path in filter(None, (getattr(args, name) for name in ROLLOUT_HOOKS)):
+            load_function(path)
         self.data_source = load_function(args.data_source_path)(args)
         return self.get_num_rollout_per_epoch()
 
@@ -113,9 +116,8 @@ class RolloutManager:
         self.train_parallel_config = dict(config)
 
     def get_num_rollout_per_epoch(self) -> int | None:
-        """Rollouts in one pass over the data set; None when the rollout function brings its own data."""
-        size = len(self.data_source)
-        return size // self.args.rollout_batch_size if size else None
+        """Rollouts in one pass over the data set; None when it is smaller than one, as without a data set."""
+        return len(self.data_source) // self.args.rollout_batch_size or None
 
     def generate(self, rollout_id: int) -> list[Box] | None:
         """Run one rollout; one box per data-parallel rank, None with `--debug-rollout-only`."""

@@ -51,7 +51,7 @@ def run_with_ray(main: Callable[[Namespace], Any], args: Namespace) -> int:
         logger.warning("stopped by %s, cleaning up", signal.Signals(signum).name)
         return 128 + signum
     except BadInput as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
         return 2
     except ray.exceptions.RayError as error:
         logger.error("a part of the run failed, stopping everything:\n%s", error)
@@ -87,6 +87,8 @@ def init_ray(args: Namespace) -> None:
         ray.init(**common)
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray runs workers at niceness 15, and the engines inherit it: anything else on the machine would starve them.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     # It would warn that the local cluster is protected by a token, which is what we want.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     # Workers that Ray starts ahead of need cost a second of CPU each and cannot serve actors with their own environment.

@@ -86,3 +86,13 @@ async def test_missing_label(tmp_path, monkeypatch):
     with stage(tmp_path, monkeypatch, Play()) as s:
         with pytest.raises(ConfigError, match="sample 0 has no label"):
             await reward_func(s.args, finished("x", None))
+
+
+async def test_a_cached_verdict_is_not_asked_again(tmp_path, monkeypatch):
+    cache = str(tmp_path / "verdicts.sqlite")
+    with stage(tmp_path, monkeypatch, Play(judge=TRUE), judge_cache=cache) as s:
+        assert await scored(s, finished("It is Paris.", "Paris")) == (1.0, 1)
+        assert await scored(s, finished("It is Paris.", "Paris")) == (1.0, 1)
+    with stage(tmp_path, monkeypatch, Play(judge=FALSE), judge_cache=cache) as s:
+        assert await scored(s, finished("It is Paris.", "Paris")) == (1.0, 0)
+        assert await scored(s, finished("It is Rome.", "Paris")) == (0.0, 1)

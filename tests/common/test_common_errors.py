@@ -8,6 +8,7 @@ import pytest
 
 from agentic.common.errors import (
     AgenticError,
+    BadRecord,
     ConfigError,
     InfrastructureError,
     PromptTooLong,
@@ -24,6 +25,7 @@ ERRORS = [
     (RoleTimeout("judge", "60 s"), "role_timeout:judge", "role_timeout:judge: 60 s"),
     (RoleUnavailable("judge"), "role_unavailable:judge", "role_unavailable:judge"),
     (RoleBadResponse("judge", "HTTP 400"), "role_bad_response:judge", "role_bad_response:judge: HTTP 400"),
+    (BadRecord("no_context", "sample 3"), "no_context", "no_context: sample 3"),
     (PromptTooLong("9 tokens"), "prompt_too_long", "9 tokens"),
     (Unscored("no verdict"), "unscored", "no verdict"),
     (TooManyFailures("7 of 8"), "too_many_failures", "7 of 8"),

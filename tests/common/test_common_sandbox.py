@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import secrets
 import socket
+import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from agentic.common import sandbox
-from agentic.common.errors import ConfigError
+from agentic.common._sandbox_helper import get_helper
+from agentic.common._sandbox_kernel import interpreter_paths
+from agentic.common.errors import ConfigError, InfrastructureError
 from agentic.common.sandbox import SandboxLimits, namespaces_available, run_python
+from benchmarks.sandbox import run_hostile
 
 BOTH_MODES = pytest.mark.parametrize("namespaces", [True, False], ids=["namespaces", "plain"])
+
+NAMESPACES = pytest.mark.skipif(not namespaces_available(), reason="this kernel refuses namespaces")
 
 
 @pytest.fixture
@@ -97,8 +105,9 @@ async def test_grandchildren_end_with_a_normal_exit(mode: bool) -> None:
 
 
 @BOTH_MODES
-async def test_cancellation_kills_and_cleans_up(mode: bool) -> None:
-    tag, before = secrets.token_hex(8), set(Path(tempfile.gettempdir()).glob("sandbox-*"))
+async def test_cancellation_kills_and_cleans_up(mode: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    tag = secrets.token_hex(8)
     command = f'[sys.executable, "-c", "import time; time.sleep(60)", "{tag}"]'
     task = asyncio.create_task(run_python(f"import subprocess, sys; subprocess.run({command})"))
     for _ in range(100):
@@ -110,7 +119,7 @@ async def test_cancellation_kills_and_cleans_up(mode: bool) -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert await none_survive(tag)
-    assert set(Path(tempfile.gettempdir()).glob("sandbox-*")) <= before
+    assert list(tmp_path.iterdir()) == []
 
 
 async def test_ten_megabytes_of_output_are_cut_and_the_call_ends() -> None:
@@ -127,16 +136,129 @@ async def test_environment_and_working_folder_are_fresh(monkeypatch: pytest.Monk
     assert files == "['script.py']" and folder != os.getcwd() and not Path(folder).exists()
 
 
+@NAMESPACES
 async def test_the_callers_environment_cannot_be_read_through_proc() -> None:
-    if not namespaces_available():
-        pytest.skip("this kernel refuses namespaces")
     result = await run_python(f"print(open('/proc/{os.getpid()}/environ').read())")
-    assert "PermissionError" in result.stderr and result.stdout == ""
+    assert "Error" in result.stderr and result.stdout == ""
 
 
+@NAMESPACES
+async def test_files_of_the_host_can_neither_be_seen_nor_written() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o777)
+        Path(folder, "file").write_text("kept")
+        for path in (f"{folder}/file", sandbox.__file__, "/etc/shadow", "/var", f"/proc/{os.getpid()}"):
+            result = await run_python(f"import os; print(os.stat({path!r}))")
+            assert "FileNotFoundError" in result.stderr, result
+        write = f"open({folder!r} + '/new', 'w')"
+        assert "Error" in (await run_python(write)).stderr
+        assert "Read-only" in (await run_python("open('/usr/new', 'w')")).stderr
+        assert os.listdir(folder) == ["file"]
+
+
+@NAMESPACES
+async def test_of_the_home_only_the_way_to_the_interpreter_is_there() -> None:
+    home = Path.home()
+    inside = [Path(path).relative_to(home) for path in interpreter_paths() if Path(path).is_relative_to(home)]
+    listing = f"import json, os; print(json.dumps(os.listdir({str(home)!r}) if os.path.exists({str(home)!r}) else []))"
+    assert set(json.loads((await run_python(listing)).stdout)) <= {path.parts[0] for path in inside}
+
+
+@NAMESPACES
+async def test_the_program_is_nobody_without_any_capability() -> None:
+    show = "import os\nlines = open('/proc/self/status').read().splitlines()\n"
+    show += "print(os.getuid(), [l.split()[1] for l in lines if l[:6] in ('CapEff', 'CapPrm', 'NoNewP')])"
+    assert (await run_python(show)).stdout == "65534 ['0000000000000000', '0000000000000000', '1']\n"
+    attempt = "import ctypes\nprint(ctypes.CDLL(None).unshare({flags}))"
+    for flags in (0x10000000, 0x10020000, 0x20000):
+        assert (await run_python(attempt.replace("{flags}", str(flags)))).stdout == "-1\n"
+
+
+@NAMESPACES
+async def test_process_and_folder_limits_bind_even_for_root() -> None:
+    bomb = "import os, time\nmade = 0\ntry:\n    while True:\n        if os.fork() == 0: time.sleep(60)\n        made += 1"
+    bomb += "\nexcept OSError: print(made)"
+    assert 0 < int((await run_python(bomb, SandboxLimits(processes=10))).stdout) < 10
+    fill = "for n in range(20): open(str(n), 'wb').write(b'x' * (1 << 20))"
+    assert "No space left" in (await run_python(fill, SandboxLimits(folder_mb=4))).stderr
+
+
+async def test_a_program_cannot_pass_for_a_failure_of_ours() -> None:
+    result = await run_python("import sys; sys.stderr.write('the kernel refused a namespace'); sys.exit(125)")
+    assert result.exit_code == 125
+
+
+async def test_preloaded_modules_are_there_and_unknown_ones_are_an_error() -> None:
+    limits = SandboxLimits(preload=("numpy",))
+    code = (
+        "import sys; print('numpy' in sys.modules, 'sympy' in sys.modules); import numpy; print(numpy.random.rand())"
+    )
+    first, second = [(await run_python(code, limits)).stdout.splitlines() for _ in range(2)]
+    assert first[0] == "True False" and first[1] != second[1]
+    with pytest.raises(ConfigError, match="no_such_module"):
+        await run_python("print(1)", SandboxLimits(preload=("no_such_module",)))
+
+
+async def test_calls_are_independent_of_each_other() -> None:
+    code = "import random, math, os; print(random.random(), math.pi, os.path.exists('left')); math.pi = 3; open('left', 'w')"
+    first, second = [(await run_python(code)).stdout.split() for _ in range(2)]
+    assert first[0] != second[0] and first[1:] == second[1:] == ["3.141592653589793", "False"]
+
+
+async def test_exit_functions_threads_and_buffers_are_completed() -> None:
+    code = """import atexit, sys, threading, time
+atexit.register(print, "last", end="")
+threading.Thread(target=lambda: (time.sleep(0.1), print("thread"))).start()
+print("main")"""
+    assert (await run_python(code)).stdout == "main\nthread\nlast"
+    assert (await run_python("import sys; sys.exit('why')")).stderr == "why\n"
+
+
+async def test_a_dead_helper_is_replaced_and_its_calls_fail_typed() -> None:
+    await run_python("pass")
+    helper = get_helper(namespaces_available())
+    task = asyncio.create_task(run_python("import time; time.sleep(60)"))
+    await asyncio.sleep(0.2)
+    os.kill(helper.process.pid, 9)
+    with pytest.raises(InfrastructureError, match="sandbox_failed"):
+        await task
+    assert (await run_python("print(1)")).stdout == "1\n"
+    assert get_helper(namespaces_available()) is not helper
+
+
+@pytest.mark.parametrize("end", ["sys.exit()", "os._exit(0)", "os.kill(os.getpid(), 9)"])
+async def test_the_helper_and_its_calls_end_with_the_owner(end: str) -> None:
+    tag = secrets.token_hex(8)
+    owner = f"""import asyncio, os, sys
+sys.path.insert(0, {str(Path(sandbox.__file__).parents[2])!r})
+from agentic.common.sandbox import run_python
+async def main():
+    command = [sys.executable, "-c", "import time; time.sleep(60)", "{tag}"]
+    task = asyncio.create_task(run_python(f"import subprocess; subprocess.run({{command}})"))
+    await asyncio.sleep(1)
+    {end}
+asyncio.run(main())"""
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", owner, "owner" + tag[::-1])
+    for _ in range(100):
+        await asyncio.sleep(0.05)
+        if survivors(tag):
+            break
+    assert survivors(tag)
+    await process.wait()
+    assert await none_survive(tag)
+
+
+@NAMESPACES
+@pytest.mark.slow
+async def test_a_mix_of_hostile_programs_leaves_nothing_behind() -> None:
+    outcome = await run_hostile(100)
+    assert sum(outcome["escaped"].values()) == 0, outcome
+    assert outcome["processes_left"] == outcome["zombies_left"] == outcome["temp_files_left"] == 0, outcome
+    assert not outcome["host_file_touched"]
+
+
+@NAMESPACES
 async def test_no_network_unless_allowed() -> None:
-    if not namespaces_available():
-        pytest.skip("this kernel refuses namespaces")
     with socket.create_server(("127.0.0.1", 0)) as server:
         code = f"import socket; socket.create_connection(('127.0.0.1', {server.getsockname()[1]})); print('in')"
         for network in (None, False):
@@ -157,7 +279,7 @@ async def test_a_promise_the_kernel_cannot_keep_is_an_error(monkeypatch: pytest.
         ("open('f', 'wb').write(b'x' * (3 << 20))", {"file_mb": 1}, "File too large"),
     ],
 )
-async def test_memory_and_file_limits(code: str, limits: dict[str, int], sign: str) -> None:
+async def test_memory_and_file_limits(code: str, limits: dict[str, Any], sign: str) -> None:
     result = await run_python(code, SandboxLimits(**limits))
     assert result.exit_code == 1 and sign in result.stderr
 

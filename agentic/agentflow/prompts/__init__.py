@@ -18,6 +18,7 @@ from string import Template
 
 from agentic.agentflow.escape import escape_control
 from agentic.common.errors import ConfigError
+from agentic.common.templates import read_template
 
 FIELDS: dict[str, tuple[str, ...]] = {
     "analysis": ("question", "tools"),
@@ -53,7 +54,7 @@ class PromptSet:
         if not directory.is_dir():
             known = sorted(p.name for p in Path(__file__).parent.iterdir() if (p / "final.txt").is_file())
             raise ConfigError(f"agentflow_prompt_set: no set or directory {name!r}; sets: {', '.join(known)}")
-        return cls(directory, {role: _read_template(directory / f"{role}.txt", role) for role in FIELDS})
+        return cls(directory, {role: _read(directory / f"{role}.txt", role) for role in FIELDS})
 
     def render(self, role: str, **fields: str | int) -> list[dict[str, str]]:
         """Chat messages (`[{role, content}]`, an optional system message first) for one call of `role`.
@@ -76,15 +77,7 @@ class PromptSet:
         return Template(template).substitute({key: escape_control(str(value)) for key, value in fields.items()})
 
 
-def _read_template(path: Path, role: str) -> str:
+def _read(path: Path, role: str) -> str:
     if not path.is_file():
         raise ConfigError(f"{path}: file is missing; a prompt set needs {', '.join(f'{r}.txt' for r in FIELDS)}")
-    text = path.read_text(encoding="utf-8")
-    for match in Template.pattern.finditer(text):
-        if match.group("invalid") is not None:
-            line = text.count("\n", 0, match.start()) + 1
-            raise ConfigError(f"{path}:{line}: a lone '$'; write '$$' for a literal dollar")
-        field = match.group("named") or match.group("braced")
-        if field is not None and field not in FIELDS[role]:
-            raise ConfigError(f"{path}: unknown field ${{{field}}}; {role} has {', '.join(FIELDS[role])}")
-    return text
+    return read_template(path, role, FIELDS[role])

@@ -2,14 +2,18 @@
 
 Inputs: keyword arguments that were read from the executor's command (plain literals). Invariants: a wrong argument or a
 failing program is a `ToolResult` with `ok=False` and a text the planner can act on; only infrastructure failures are
-exceptions (`InfrastructureError`), and they end the trajectory. Leaves out: parsing of commands.
+exceptions (`InfrastructureError`), and they end the trajectory. Leaves out: parsing of commands, the choice of tools.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from agentic.agentflow.prompts import PromptSet
+from agentic.common.clients import FrozenClient
+from agentic.common.sandbox import SandboxLimits
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,8 @@ class ToolSpec:
     """Name -> meaning of each parameter. All are required, all are text."""
     limitation: str
     best_practice: str
+    needs_role: bool = False
+    """A frozen role with the tool's name must be in the role file."""
 
     def describe(self) -> str:
         """The metadata as shown to planner, executor and verifier."""
@@ -50,13 +56,39 @@ class ToolResult:
     meta: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class WebSettings:
+    """How the search tools reach the web; all from the settings of the run, so that nothing is reached by default."""
+
+    search_url: str = ""
+    search_fields: tuple[str, ...] = ()
+    wikipedia_url: str = ""
+    blocked_domains: tuple[str, ...] = ()
+    private_addresses: bool = False
+    timeout_s: float = 10.0
+    max_bytes: int = 1_000_000
+
+
+@dataclass(frozen=True)
+class Kit:
+    """What a tool may be built from."""
+
+    clients: Mapping[str, FrozenClient]
+    """Frozen roles by name."""
+    prompts: PromptSet
+    limits: SandboxLimits
+    web: WebSettings = WebSettings()
+
+
 class Tool(Protocol):
     """A tool with its description. Built once per process, shared by all trajectories: `run` must keep no state."""
 
     @property
     def spec(self) -> ToolSpec: ...
 
-    async def run(self, query: str) -> ToolResult: ...
+    @property
+    def run(self) -> Callable[..., Awaitable[ToolResult]]:
+        """Takes the parameters of the description as keywords."""
 
 
 async def execute(tool: Tool, kwargs: Mapping[str, Any]) -> ToolResult:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from agentic.agentflow.prompts import PromptSet
-from agentic.agentflow.tools.base import ToolResult, ToolSpec
+from agentic.agentflow.tools.base import Kit, ToolResult, ToolSpec
 from agentic.common.clients import FrozenClient
 
 
@@ -22,11 +22,16 @@ class BaseGenerator:
         parameters={"query": "the complete question or instruction, with all data it refers to"},
         limitation="cannot look anything up or compute exactly; its statements may be wrong",
         best_practice="use it for general reasoning and common knowledge, and verify important results with another tool",
+        needs_role=True,
     )
 
     def __init__(self, client: FrozenClient, prompts: PromptSet) -> None:
         self._client = client
         self._prompts = prompts
+
+    @classmethod
+    def build(cls, kit: Kit) -> BaseGenerator:
+        return cls(kit.clients["base_generator"], kit.prompts)
 
     async def run(self, query: str) -> ToolResult:
         """The model's text, stripped. An empty reply is a failed call."""

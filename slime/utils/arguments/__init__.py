@@ -17,6 +17,7 @@ from slime.utils.arguments.data import add_data_arguments
 from slime.utils.arguments.debug import add_debug_arguments
 from slime.utils.arguments.eval import add_eval_arguments
 from slime.utils.arguments.fsdp import add_fsdp_arguments
+from slime.utils.arguments.hooks import validate_hooks
 from slime.utils.arguments.logging import add_logging_arguments
 from slime.utils.arguments.parser import SlimeArgumentParser, reset_arg
 from slime.utils.arguments.reward import add_reward_arguments
@@ -28,7 +29,7 @@ __all__ = ["get_slime_extra_args_provider", "parse_args", "reset_arg", "slime_va
 
 ArgumentsProvider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
-_GROUPS = (
+FLAG_GROUPS = (
     add_cluster_arguments,
     add_train_arguments,
     add_rollout_arguments,
@@ -48,7 +49,7 @@ def get_slime_extra_args_provider(add_custom_arguments: ArgumentsProvider | None
     def add_slime_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         if add_custom_arguments is not None:
             parser = add_custom_arguments(parser)
-        for add_group in _GROUPS:
+        for add_group in FLAG_GROUPS:
             add_group(parser)
         return parser
 
@@ -67,6 +68,7 @@ def parse_args(add_custom_arguments: ArgumentsProvider | None = None, argv: Sequ
     try:
         slime_validate_args(args)
         validate_sglang_args(args)
+        validate_hooks(args)
     except (ValueError, FileNotFoundError) as error:
         parser.error(str(error))
     return args

@@ -1,0 +1,277 @@
+"""From settings to running programs: what the launchers of the methods share.
+
+Inputs: a `launch.yaml` with `settings` (name: default), `inputs` (settings that must exist: `directory` or `file`), `files`
+(written first) and `commands` (program and its flags). A setting is overridden by its environment variable
+(`<PREFIX><NAME>`), and that by its flag; flags behind `--` go to the program unchanged. In the YAML `${name}` stands for a
+setting, and what has an empty `only_if` is left out.
+Invariants: no host, port, path or number of a run is written here; what is missing or wrong is said before anything
+starts; only processes that this one started are ended; `--dry-run` prints the command and has the program's own parser
+read it, with stand-ins for inputs that are not there yet.
+Leaves out: what the commands are, starting Ray on further machines.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import yaml
+
+from agentic.common.command_line import Parser
+from agentic.common.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+STOP_S = 90.0
+# The parser lives with the trainer, which the methods do not import.
+CHECK_TRAIN = "from slime.utils.arguments import parse_args; parse_args()"
+
+Settings = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One program, ready to run."""
+
+    argv: list[str]
+    """Without the interpreter."""
+    env: dict[str, str]
+    """Added to the environment."""
+    files: dict[Path, str]
+    """Written first."""
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """One method's launcher; `check(command, plan)` raises ConfigError for a plan its program would refuse."""
+
+    module: str
+    template_path: Path
+    check: Callable[[str, Plan], None]
+
+    @property
+    def prefix(self) -> str:
+        """Prefix of environment variables, from the method's name."""
+        return self.module.split(".")[-2].upper() + "_"
+
+    @cached_property
+    def template(self) -> dict[str, Any]:
+        """Content of the YAML file; not to be changed."""
+        return yaml.safe_load(self.template_path.read_text(encoding="utf-8"))
+
+    def make_plan(self, command: str, settings: Settings, extra: Sequence[str] = ()) -> Plan:
+        """Arguments, environment and files of a command."""
+        entry = fill(self.template["commands"][command], settings)
+        flags: dict[str, Any] = {}
+        for group in entry["flags"]:
+            flags |= group  # a later group replaces flags of an earlier one
+        program = [str(ROOT / word) if word.endswith(".py") else word for word in entry["program"]]
+        files = fill(self.template["files"][entry["files"]], settings)
+        texts = {Path(entry["folder"]) / file: yaml.safe_dump(body, sort_keys=False) for file, body in files.items()}
+        env = {key: str(value) for key, value in entry.get("env", {}).items()}
+        return Plan([*program, *_arguments(flags), *extra], env, texts)
+
+    def missing_inputs(self, command: str, settings: Settings) -> dict[str, str]:
+        """Inputs of a command that are set but not there, with what they should be (`directory`, `file`)."""
+        kinds = {key: self.template["inputs"][key] for key in self.template["commands"][command]["inputs"]}
+        there = {"directory": Path.is_dir, "file": Path.is_file}
+        # A slice such as FILE@[0:100] belongs to the data reader.
+        paths = {key: Path(str(settings[key]).partition("@[")[0]) for key in kinds if settings[key]}
+        return {key: kinds[key] for key, path in paths.items() if not there[kinds[key]](path)}
+
+    def check_command(self, command: str, settings: Settings, extra: Sequence[str]) -> None:
+        """Let the program's parser read the command, in a scratch folder with stand-ins for missing inputs.
+
+        Raises ConfigError with the parser's message.
+        """
+        with tempfile.TemporaryDirectory() as scratch:
+            folders = {key: f"{scratch}/{key}" for key in self.template["outputs"]}
+            tried = {**settings, **folders}
+            for key, kind in self.missing_inputs(command, settings).items():
+                tried[key] = _stand_in(Path(scratch) / key, kind)
+            plan = self.make_plan(command, tried, extra)
+            write_files(plan)
+            self.check(command, plan)
+
+    def run(self, argv: Sequence[str], environ: Mapping[str, str]) -> int:
+        """Carry out the command line; the exit code of the program. Raises ConfigError, FileNotFoundError."""
+        own, extra = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, ())
+        args = self._parse(own)
+        settings = read_settings(args, environ, self.prefix, self.template["settings"])
+        plan, absent = self.make_plan(args.command, settings, extra), self.missing_inputs(args.command, settings)
+        if args.dry_run:
+            for name in absent:
+                sys.stderr.write(f"note: {_flag(name)} {settings[name]} is not there yet\n")
+            self.check_command(args.command, settings, extra)
+            assignments = [f"{key}={shlex.quote(value)}" for key, value in plan.env.items()]
+            sys.stdout.write(" ".join([*assignments, shlex.join(["python", *plan.argv])]) + "\n")
+            return 0
+        for name, kind in absent.items():
+            raise FileNotFoundError(f"{_flag(name)} {settings[name]}: no such {kind}")
+        write_files(plan)
+        with running(plan) as process:
+            return process.wait()
+
+    def _parse(self, argv: Sequence[str]) -> Namespace:
+        settings = self.template["settings"]
+        about = f"Settings and their defaults; the environment variable of each is {self.prefix}<NAME>."
+        parser = Parser(prog=f"python -m {self.module}", description=about)
+        parser.add_argument("command", choices=list(self.template["commands"]))
+        parser.add_argument("--dry-run", action="store_true", help="print the command and check it, start nothing")
+        for name, default in settings.items():
+            many: dict[str, Any] = {"nargs": "+"} if isinstance(default, list) else {}
+            parser.add_argument(_flag(name), help=f"default: {default!r}".replace("%", "%%"), **many)
+        args = parser.parse_args(argv)
+        for name, default in settings.items():
+            if isinstance(default, list) and getattr(args, name) is not None:
+                setattr(args, name, " ".join(getattr(args, name)))
+        return args
+
+    def main(self, argv: Sequence[str]) -> int:
+        """`run` as a program: errors are one line and exit code 2, SIGTERM ends what was started."""
+        logging.basicConfig(level=logging.INFO, format="%(message)s")
+        signal.signal(signal.SIGTERM, _raise_exit)
+        try:
+            return self.run(argv, os.environ)
+        except (ConfigError, FileNotFoundError) as error:
+            sys.stderr.write(f"error: {error}\n")
+            return 2
+        except KeyboardInterrupt:
+            return 130
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Settings and templates.
+
+
+def read_settings(given: Namespace, environ: Mapping[str, str], prefix: str, defaults: Mapping[str, Any]) -> Settings:
+    """Defaults, then environment variables, then flags; every value has the type of its default.
+
+    Raises ConfigError naming the flag or variable.
+    """
+    settings = {}
+    for name, default in defaults.items():
+        variable = prefix + name.upper()
+        value, source = default, ""
+        if variable in environ:
+            value, source = environ[variable], variable
+        if getattr(given, name) is not None:
+            value, source = getattr(given, name), _flag(name)
+        settings[name] = _typed(value, default, source) if source else value
+    return settings
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _typed(text: str, default: Any, source: str) -> Any:
+    try:
+        if isinstance(default, bool):
+            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+        return text.split() if isinstance(default, list) else type(default)(text)
+    except (KeyError, ValueError) as error:
+        raise ConfigError(f"{source} {text!r}: expected a {type(default).__name__} such as {default!r}") from error
+
+
+def fill(template: Any, settings: Settings) -> Any:
+    """Replace `${name}` everywhere; a text that is one name only keeps the type of the setting.
+
+    Mappings whose `only_if` is empty are left out of what contains them.
+    """
+    if isinstance(template, str):
+        return _fill_text(template, settings)
+    if isinstance(template, list):
+        return [fill(value, settings) for value in template if _wanted(value, settings)]
+    if isinstance(template, dict):
+        kept = {key: value for key, value in template.items() if key != "only_if" and _wanted(value, settings)}
+        return {key: fill(value, settings) for key, value in kept.items()}
+    return template
+
+
+def _wanted(template: Any, settings: Settings) -> bool:
+    return not isinstance(template, dict) or "only_if" not in template or bool(fill(template["only_if"], settings))
+
+
+def _fill_text(text: str, settings: Settings) -> Any:
+    whole = re.fullmatch(r"\$\{(\w+)\}", text)
+    if whole:
+        return settings[whole.group(1)]
+    return re.sub(r"\$\{(\w+)\}", lambda match: str(settings[match.group(1)]), text)
+
+
+def _arguments(flags: Mapping[str, Any]) -> Iterator[str]:
+    for flag, value in flags.items():
+        yield flag
+        if value is not None:
+            yield from map(str, value if isinstance(value, list) else [value])
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Checks and processes.
+
+
+def _stand_in(path: Path, kind: str) -> str:
+    if kind == "directory":
+        path.mkdir()
+        (path / "config.json").write_text("{}", encoding="utf-8")
+        return str(path)
+    file = path.with_suffix(".jsonl")
+    file.write_text(json.dumps({"prompt": "1 + 1?", "label": "2"}) + "\n", encoding="utf-8")
+    return str(file)
+
+
+def check_train(plan: Plan) -> None:
+    """Have the trainer's parser read the plan. Raises ConfigError with its last line."""
+    command = [sys.executable, "-c", CHECK_TRAIN, *plan.argv[1:]]
+    answer = subprocess.run(command, env=_environment(plan), capture_output=True, text=True, check=False)
+    if answer.returncode:
+        last = (answer.stderr.strip() or "the trainer's parser failed").splitlines()[-1]
+        raise ConfigError(last.removeprefix("error: "))
+
+
+def write_files(plan: Plan) -> None:
+    """The plan's role and settings files."""
+    for path, text in plan.files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+def _environment(plan: Plan) -> dict[str, str]:
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **plan.env}
+
+
+@contextmanager
+def running(plan: Plan) -> Iterator[subprocess.Popen[bytes]]:
+    """The program as a child that does not outlive the block."""
+    process = subprocess.Popen([sys.executable, *plan.argv], env=_environment(plan))
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _raise_exit(number: int, _frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_IGN)  # the children are being ended, which must not be cut short
+    raise SystemExit(128 + number)

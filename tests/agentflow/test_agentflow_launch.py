@@ -1,0 +1,250 @@
+"""launch.sh, serve.sh and eval.sh: expanded commands, overrides, checks, and children that end with their parent."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from agentic.agentflow import launch
+from agentic.agentflow.config import AgentFlowConfig
+from agentic.agentflow.crew import ROLES
+from agentic.common.errors import ConfigError
+from agentic.common.roles import RoleTable
+
+FOLDER = Path(launch.__file__).parent
+DEFAULTS = launch.load_template()["settings"]
+SNAPSHOT = Path(__file__).with_name("launch_argv.txt")
+
+
+def settings(**changes: Any) -> launch.Settings:
+    return {**DEFAULTS, **changes}
+
+
+def expanded() -> str:
+    """All commands with the default settings, a flag a line, the evaluation with a trained model as well."""
+    plans = {name: launch.make_plan(name, settings()) for name in ("train", "serve", "serve-eval", "eval")}
+    plans["train with eval_data"] = launch.make_plan("train", settings(eval_data="data/dev.jsonl"))
+    plans["eval with trained_model"] = launch.make_plan("eval", settings(trained_model="hf"))
+    blocks = []
+    for name, plan in plans.items():
+        words = [word.replace(str(launch.ROOT), "ROOT") for word in plan.argv]
+        environment = [f"{key}={value}" for key, value in plan.env.items()]
+        blocks.append("\n  --".join(f"[{name}] {' '.join([*environment, *words])}".split(" --")))
+    return "\n".join(blocks) + "\n"
+
+
+def test_expanded_commands_are_as_recorded() -> None:
+    """After a change that is meant: `python tests/agentflow/test_agentflow_launch.py` writes the record anew."""
+    assert expanded() == SNAPSHOT.read_text()
+
+
+def run(script: str, *flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHON": sys.executable, **environ}
+    return subprocess.run(
+        ["bash", str(FOLDER / script), *flags], env=env, capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+def test_dry_run_prints_the_command_that_the_parser_accepts(tmp_path: Path) -> None:
+    done = run(
+        "launch.sh", "--dry-run", "--output", str(tmp_path / "o"), "--max-new-tokens", "512", "--", "--lr", "2e-6"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "note: --model models/Qwen2.5-7B-Instruct is not there yet" in done.stderr
+    assert f"--save {tmp_path}/o/checkpoints" in done.stdout and "--rollout-max-response-len 512" in done.stdout
+    assert done.stdout.startswith("CUDA_VISIBLE_DEVICES=0,1,2,3 python ") and done.stdout.endswith("--lr 2e-6\n")
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--", "--eps-clipp", "1"], "--eps-clipp"),
+        (["--prompts-per-rollout", "3", "--samples-per-prompt", "5"], "--global-batch-size 64"),
+        (["--turn-weighting", "turnwise"], "agentflow_turn_weighting is 'turnwise'"),
+    ],
+)
+def test_dry_run_refuses_what_the_parser_refuses(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch.main(["train", "--dry-run", *flags]) == 2
+    out = capsys.readouterr()
+    assert out.err.splitlines()[-1].startswith("error: ") and message in out.err and out.out == ""
+
+
+@pytest.mark.parametrize(("flags", "roles"), [([], "roles.yaml"), (["eval"], "roles_untrained.yaml")])
+def test_serve_has_a_dry_run(flags: list[str], roles: str) -> None:
+    done = run("serve.sh", *flags, "--dry-run")
+    assert done.returncode == 0 and re.search(rf"serve_roles\.py --roles \S+/{roles} ", done.stdout), done.stderr
+
+
+def test_eval_has_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "launch eval" in (FOLDER / "eval.sh").read_text()
+    assert launch.main(["eval", "--dry-run", "--trained-model", "hf"]) == 0
+    assert "--arms baseline,untrained,trained" in capsys.readouterr().out
+    assert launch.main(["eval", "--dry-run", "--runs", "0"]) == 2
+
+
+def test_flags_beat_variables_beat_defaults(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("AGENTFLOW_POLICY_GPUS", "2")
+    monkeypatch.setenv("AGENTFLOW_SEED", "5")
+    monkeypatch.setattr(launch, "check_plan", lambda *_: None)
+    assert launch.main(["train", "--dry-run", "--policy-gpus", "8"]) == 0
+    assert "--actor-num-gpus-per-node 8 " in (command := capsys.readouterr().out) and "--seed 5 " in command
+    assert launch.main(["eval", "--dry-run", "--benchmarks", "math=a", "gsm8k=b"]) == 0
+    assert "--data math=a gsm8k=b --roles" in capsys.readouterr().out
+    monkeypatch.setenv("AGENTFLOW_SEED", "five")
+    assert launch.main(["train", "--dry-run"]) == 2
+    assert "AGENTFLOW_SEED 'five': expected a int such as 1234" in capsys.readouterr().err
+
+
+def test_every_setting_changes_something() -> None:
+    names = ("train", "serve", "serve-eval", "eval")
+    base = settings(trained_model="t", eval_data="e")
+
+    def everything(values: launch.Settings) -> list[Any]:
+        return [(plan.argv, plan.env, plan.files) for plan in (launch.make_plan(name, values) for name in names)]
+
+    for name, value in base.items():
+        changed = (not value) if isinstance(value, bool) else ["x"] if isinstance(value, list) else type(value)(7)
+        if name not in ("start_roles",):  # read by the launcher itself
+            assert everything({**base, name: changed}) != everything(base), name
+
+
+def load_file(tmp_path: Path, name: str, file: str, **changes: Any) -> Path:
+    plan = launch.make_plan(name, settings(output=str(tmp_path), eval_output=str(tmp_path), **changes))
+    launch.write_files(plan)
+    return tmp_path / file
+
+
+def test_written_files_are_what_the_programs_read(tmp_path: Path) -> None:
+    method = yaml.safe_load(load_file(tmp_path, "train", "agentflow.yaml").read_text())
+    from argparse import Namespace
+
+    config = AgentFlowConfig.from_args(Namespace(**method))
+    assert (config.max_steps, config.eval_max_steps, config.train_roles) == (3, 10, ("analysis", "next_step"))
+    table = RoleTable.load(config.roles, "http://router", known_roles=ROLES, required=config.required_roles)
+    assert [role.name for role in table if role.trained] == ["planner"]
+    assert table["python_coder"].url == table.servers["coder"].url != table["executor"].url
+    assert {role.temperature for role in table if not role.trained} == {0.0}
+    gpus = {name: (s.options["base-gpu-id"], s.options["tp-size"]) for name, s in table.servers.items()}
+    assert gpus == {"frozen": (4, 2), "coder": (6, 2)}
+
+
+def test_role_files_of_an_evaluation_differ_in_the_planner(tmp_path: Path) -> None:
+    load_file(tmp_path, "eval", "roles_untrained.yaml", trained_model="hf")
+    before, after = (
+        yaml.safe_load((tmp_path / f"roles_{name}.yaml").read_text()) for name in ("untrained", "trained")
+    )
+    assert before.pop("roles") | {"planner": {"server": "trained"}} == after.pop("roles") and before == after
+    assert set(before["servers"]) == {"frozen", "coder", "policy", "trained"}
+    assert "roles_trained.yaml" not in {path.name for path in launch.make_plan("eval", settings()).files}
+
+
+def test_missing_models_stop_a_real_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch.main(["train", "--output", str(tmp_path / "o")]) == 2
+    assert "error: --model models/Qwen2.5-7B-Instruct: no such directory" in capsys.readouterr().err
+    assert not (tmp_path / "o").exists()
+
+
+def fake_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, serve: str, train: str) -> launch.Settings:
+    """`tools/serve_roles.py` and `train.py` replaced by small scripts in a root of their own."""
+    for name, body in (("tools/serve_roles.py", serve), ("train.py", train)):
+        path = tmp_path / "root" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"import os, pathlib, sys, time\nhere = pathlib.Path({str(tmp_path)!r})\n{body}\n")
+    monkeypatch.setattr(launch, "ROOT", tmp_path / "root")
+    monkeypatch.setattr(launch, "POLL_S", 0.05)
+    return settings(output=str(tmp_path / "o"), start_roles_timeout_s=20)
+
+
+SERVE = "(here / 'pid').write_text(str(os.getpid()))\nprint('ALL READY', flush=True)\ntime.sleep(60)"
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_role_servers_live_as_long_as_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = fake_programs(tmp_path, monkeypatch, SERVE, "os.kill(int((here / 'pid').read_text()), 0)\nsys.exit(7)")
+    assert launch.train(values, launch.make_plan("train", values)) == 7
+    assert not is_alive(int((tmp_path / "pid").read_text()))
+
+
+def test_role_servers_that_fail_are_an_error_with_their_last_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = fake_programs(tmp_path, monkeypatch, "sys.exit('error: port 30000 is taken')", "")
+    with pytest.raises(ConfigError, match="ended with status 1: error: port 30000 is taken; log: "):
+        launch.train(values, launch.make_plan("train", values))
+
+
+def test_servers_started_elsewhere_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = fake_programs(tmp_path, monkeypatch, SERVE, "sys.exit(0)") | {"start_roles": False}
+    assert launch.train(values, launch.make_plan("train", values)) == 0
+    assert not (tmp_path / "pid").exists()
+
+
+def test_sigterm_ends_what_was_started(tmp_path: Path) -> None:
+    child = tmp_path / "child.py"
+    child.write_text(
+        f"import os, pathlib, time\npathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))\ntime.sleep(60)\n"
+    )
+    program = (
+        "import signal, sys; from pathlib import Path; from agentic.agentflow import launch\n"
+        "signal.signal(signal.SIGTERM, launch._raise_exit)\n"
+        f"plan = launch.Plan([{str(child)!r}], {{}}, {{}}, Path('.'))\n"
+        "with launch.running(plan) as process: process.wait()\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], cwd=launch.ROOT)
+    deadline = time.monotonic() + 60
+    while not ((tmp_path / "pid").exists() and (tmp_path / "pid").read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    parent.send_signal(signal.SIGTERM)
+    assert parent.wait(30) == 128 + signal.SIGTERM
+    assert not is_alive(int((tmp_path / "pid").read_text()))
+
+
+def literals(path: Path) -> list[str]:
+    tree = ast.parse(path.read_text())
+    doc = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    constants = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in doc]
+    return [
+        str(node.value)
+        for node in constants
+        if isinstance(node.value, (str, int)) and not isinstance(node.value, bool)
+    ]
+
+
+def test_no_host_port_or_absolute_path_in_python() -> None:
+    """Addresses belong to the role file and to launch.yaml."""
+    address = re.compile(r"\d+\.\d+\.\d+\.\d+|localhost|https?://\w+[:.]|^/\w+/\w|^30\d{3}$")
+    sources = [path for path in FOLDER.rglob("*.py") if path.name != "tiny_world.py"]
+    found = [f"{path.name}: {text}" for path in sources for text in literals(path) if address.search(text)]
+    assert len(sources) > 15 and found == []
+
+
+def test_scripts_are_thin() -> None:
+    scripts = list(FOLDER.glob("*.sh"))
+    assert {script.name for script in scripts} == {"launch.sh", "serve.sh", "eval.sh"}
+    assert all(len(script.read_text().splitlines()) < 20 for script in scripts)
+
+
+if __name__ == "__main__":
+    SNAPSHOT.write_text(expanded())
