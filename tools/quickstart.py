@@ -15,6 +15,7 @@ import argparse
 import itertools
 import json
 import os
+import random
 import shlex
 import signal
 import subprocess
@@ -257,7 +258,9 @@ def write_configs(run: Run) -> dict[str, Path]:
     recipe, folder = run.recipe, run.output / "run"
     folder.mkdir(exist_ok=True)
     options = {"max-total-tokens": 65536, "max-running-requests": 64, "context-length": recipe.context}
-    server = {"model": str(run.start_model), "port": get_free_port(31000), "options": options}
+    # A server binds its port some seconds after we looked: a random start keeps two runs on one machine apart.
+    port = get_free_port(random.randint(31000, 39000))
+    server = {"model": str(run.start_model), "port": port, "options": options}
     frozen = {name: {"server": "frozen", "max_new_tokens": recipe.frozen_max_new_tokens} for name in FROZEN_ROLES}
     roles = {"planner": {"url": "policy", "max_new_tokens": recipe.max_new_tokens}, **frozen}
     method = {

@@ -69,9 +69,7 @@ def expand_turns(
     turns = [trajectory.trained_turns() or [_stub()] for trajectory in ordered]
     denominators = _denominators(turns, turn_weighting)
     rows = [
-        row
-        for parts in zip(ordered, turns, advantages, denominators, strict=True)
-        for row in _trajectory_rows(*parts)
+        row for parts in zip(ordered, turns, advantages, denominators, strict=True) for row in _trajectory_rows(*parts)
     ]
     return {key: [row[key] for row in rows] for key in rows[0]} if rows else {}
 

@@ -1,0 +1,178 @@
+"""launch.sh and eval.sh: expanded commands, overrides, checks, and the files that they write."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from agentic.common import launching
+from agentic.common.errors import ConfigError
+from agentic.common.roles import RoleTable
+from agentic.memagent.config import MemAgentConfig
+from agentic.memagent.eval_arms import ARMS
+from agentic.memagent.launch import LAUNCHER
+
+FOLDER = LAUNCHER.template_path.parent
+DEFAULTS = LAUNCHER.template["settings"]
+COMMANDS = ("train", "serve-eval", "eval")
+SNAPSHOT = Path(__file__).with_name("memagent_launch_argv.txt")
+
+
+def settings(**changes: Any) -> launching.Settings:
+    return {**DEFAULTS, **changes}
+
+
+def expanded() -> str:
+    """All commands with the default settings, a flag a line, and with the optional inputs."""
+    plans = {name: LAUNCHER.make_plan(name, settings()) for name in COMMANDS}
+    plans["train with eval_data"] = LAUNCHER.make_plan("train", settings(eval_data="data/dev.jsonl"))
+    plans["eval with documents"] = LAUNCHER.make_plan("eval", settings(documents="data/documents.jsonl"))
+    blocks = []
+    for name, plan in plans.items():
+        words = [word.replace(str(launching.ROOT), "ROOT") for word in plan.argv]
+        blocks.append("\n  --".join(f"[{name}] {' '.join(words)}".split(" --")))
+    return "\n".join(blocks) + "\n"
+
+
+def test_expanded_commands_are_as_recorded() -> None:
+    """After a change that is meant: `python tests/memagent/test_memagent_launch.py` writes the record anew."""
+    assert expanded() == SNAPSHOT.read_text()
+
+
+def run(script: str, *flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHON": sys.executable, **environ}
+    command = ["bash", str(FOLDER / script), *flags]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_dry_run_prints_the_command_that_the_parser_accepts(tmp_path: Path) -> None:
+    done = run("launch.sh", "--dry-run", "--output", str(tmp_path / "o"), "--objective", "paper", "--", "--lr", "2e-6")
+    assert done.returncode == 0, done.stderr
+    assert "note: --model models/Qwen2.5-7B-Instruct is not there yet" in done.stderr
+    assert f"--save {tmp_path}/o/checkpoints" in done.stdout and done.stdout.endswith("--lr 2e-6\n")
+    assert done.stdout.startswith("python ") and not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--", "--eps-clipp", "1"], "--eps-clipp"),
+        (["--prompts-per-rollout", "3", "--samples-per-prompt", "5"], "--global-batch-size 128"),
+        (["--objective", "papers"], "memagent_objective is 'papers'"),
+        (["--window", "9000"], "memagent_window_tokens is 9000: --sglang-context-length 8448 is smaller"),
+    ],
+)
+def test_dry_run_refuses_what_the_parser_refuses(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert LAUNCHER.main(["train", "--dry-run", *flags]) == 2
+    out = capsys.readouterr()
+    assert out.err.splitlines()[-1].startswith("error: ") and message in out.err and out.out == ""
+
+
+def test_eval_and_its_servers_have_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
+    script = (FOLDER / "eval.sh").read_text()
+    assert "command=serve-eval" in script and "agentic.memagent.launch" in script
+    assert LAUNCHER.main(["eval", "--dry-run", "--lengths", "7k", "3.5M"]) == 0
+    assert "--lengths 7k 3.5M --roles" in capsys.readouterr().out
+    assert LAUNCHER.main(["serve-eval", "--dry-run", "--direct-model", "m"]) == 0
+    assert "serve_roles.py --roles outputs/memagent_eval/roles.yaml " in capsys.readouterr().out
+    assert LAUNCHER.main(["eval", "--dry-run", "--lengths", "7q"]) == 2
+    assert "--lengths 7q" in capsys.readouterr().err
+
+
+def test_flags_beat_variables_beat_defaults(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MEMAGENT_POLICY_GPUS", "2")
+    monkeypatch.setenv("MEMAGENT_SEED", "5")
+    monkeypatch.setattr(launching.Launcher, "check_command", lambda *_: None)
+    assert LAUNCHER.main(["train", "--dry-run", "--policy-gpus", "4"]) == 0
+    assert "--actor-num-gpus-per-node 4 " in (command := capsys.readouterr().out) and "--seed 5 " in command
+    monkeypatch.setenv("MEMAGENT_SEED", "five")
+    assert LAUNCHER.main(["train", "--dry-run"]) == 2
+    assert "MEMAGENT_SEED 'five': expected a int such as 1234" in capsys.readouterr().err
+
+
+def test_every_setting_changes_something() -> None:
+    base = settings(untrained_model="u", direct_model="d", eval_data="e", documents="x")
+
+    def everything(values: launching.Settings) -> list[Any]:
+        return [(plan.argv, plan.env, plan.files) for plan in (LAUNCHER.make_plan(name, values) for name in COMMANDS)]
+
+    for name, value in base.items():
+        changed = ["x"] if isinstance(value, list) else type(value)(7)
+        assert everything({**base, name: changed}) != everything(base), name
+
+
+def write(tmp_path: Path, command: str, **changes: Any) -> Path:
+    plan = LAUNCHER.make_plan(command, settings(output=str(tmp_path), eval_output=str(tmp_path), **changes))
+    launching.write_files(plan)
+    return tmp_path
+
+
+def test_written_settings_are_what_the_method_reads(tmp_path: Path) -> None:
+    values = yaml.safe_load((write(tmp_path, "train") / "memagent.yaml").read_text())
+    assert MemAgentConfig.from_args(Namespace(**values)) == MemAgentConfig()
+    paper = yaml.safe_load((write(tmp_path, "train", objective="paper") / "memagent.yaml").read_text())
+    config = MemAgentConfig.from_args(Namespace(**paper))
+    assert config.train_answer and config.turn_credit == "broadcast" and not config.divides_by_std(True)
+
+
+@pytest.mark.parametrize(
+    ("models", "arms"),
+    [({}, ["memagent"]), ({"direct_model": "d", "untrained_model": "u"}, ["memagent", "untrained", "direct"])],
+)
+def test_written_roles_are_the_arms(tmp_path: Path, models: dict[str, str], arms: list[str]) -> None:
+    path = write(tmp_path, "eval", **models) / "roles.yaml"
+    table = RoleTable.load(path, "http://policy", known_roles=ARMS)
+    assert [role.name for role in table] == arms == list(table.servers)
+    assert not any(role.trained for role in table) and len({role.url for role in table}) == len(arms)
+    # The memory agent's engine has its window and a margin, whatever the length of the documents.
+    assert table.servers["memagent"].options["context-length"] == 8448
+
+
+def test_missing_models_stop_a_real_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert LAUNCHER.main(["train", "--output", str(tmp_path / "o")]) == 2
+    assert "error: --model models/Qwen2.5-7B-Instruct: no such directory" in capsys.readouterr().err
+    assert not (tmp_path / "o").exists()
+
+
+def test_children_end_with_the_block(tmp_path: Path) -> None:
+    child = tmp_path / "child.py"
+    child.write_text("import time; time.sleep(60)")
+    with launching.running(launching.Plan([str(child)], {}, {})) as process:
+        assert process.poll() is None
+        start = time.monotonic()
+    assert process.poll() is not None and time.monotonic() - start < 30
+
+
+def test_fill_keeps_types_and_leaves_out_what_is_not_wanted() -> None:
+    values = {"n": 4, "name": "x", "none": ""}
+    template = {
+        "a": "${n}",
+        "b": "${name}-${n}",
+        "c": {"only_if": "${none}", "d": 1},
+        "e": [{"only_if": "${n}", "f": 1}],
+    }
+    assert launching.fill(template, values) == {"a": 4, "b": "x-4", "e": [{"f": 1}]}
+    with pytest.raises(ConfigError, match="--n 'x': expected a int"):
+        launching.read_settings(Namespace(n="x"), {}, "P_", {"n": 1})
+
+
+def test_scripts_are_thin() -> None:
+    scripts = list(FOLDER.glob("*.sh"))
+    assert {script.name for script in scripts} == {"launch.sh", "eval.sh"}
+    assert all(len(script.read_text().splitlines()) < 20 and os.access(script, os.X_OK) for script in scripts)
+
+
+if __name__ == "__main__":
+    SNAPSHOT.write_text(expanded())
