@@ -92,7 +92,7 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, play: Play, **setting
         roles = {name: {"url": frozen.url, "tokenizer": "fake"} for name in crew.ROLES}
         roles["planner"] = {"url": "policy"}
         path = tmp_path / "roles.yaml"
-        path.write_text(yaml.safe_dump({"defaults": {"retries": 0, "timeout_s": 5}, "roles": roles}))
+        path.write_text(yaml.safe_dump({"defaults": {"retries": 0, "timeout_s": 60}, "roles": roles}))
         host, _, port = policy.url.removeprefix("http://").partition(":")
         args = Namespace(sglang_router_ip=host, sglang_router_port=int(port), save=str(tmp_path / "save"))
         args.rewards_normalization = args.grpo_std_normalization = True

@@ -196,11 +196,11 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def policy_role(url: str, **overrides: Any) -> Role:
-    settings: dict[str, Any] = {"name": "planner", "url": url, "trained": True, "timeout_s": 5.0, "retries": 0}
+    settings: dict[str, Any] = {"name": "planner", "url": url, "trained": True, "timeout_s": 60.0, "retries": 0}
     return Role(**(settings | overrides))
 
 
 def frozen_role(name: str, url: str, **overrides: Any) -> Role:
     settings: dict[str, Any] = {"name": name, "url": url, "tokenizer": "fake", "model": "fake", "temperature": 0.0}
-    settings |= {"top_p": 1.0, "max_new_tokens": 512, "timeout_s": 5.0, "retries": 0}
+    settings |= {"top_p": 1.0, "max_new_tokens": 512, "timeout_s": 60.0, "retries": 0}
     return Role(**(settings | overrides))

@@ -22,7 +22,7 @@ def make_args(model_dir: Path | str, **overrides: Any) -> Namespace:
     args = dict(
         hf_checkpoint=str(model_dir), ref_load=None, load=None, save=None, save_hf=None, ckpt_step=None, no_save_optim=False,
         use_gpu=False, train_dtype=None, attn_implementation=None, gradient_checkpointing=False, seed=1234,
-        distributed_backend=None, distributed_timeout_minutes=2, optimizer="adam", lr=1e-2, min_lr=0.0,
+        distributed_backend=None, distributed_timeout_minutes=5, optimizer="adam", lr=1e-2, min_lr=0.0,
         lr_decay_style="constant", lr_warmup_iters=0, lr_decay_iters=None, lr_wsd_decay_iters=None, weight_decay=0.1,
         adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, clip_grad=1.0, log_probs_chunk_size=-1,
         only_train_params_name_list=None, freeze_params_name_list=None, loss_type="policy_loss", advantage_estimator="grpo",
@@ -129,7 +129,7 @@ def engine_main(commands: Any, answers: Any, backend: str = "gloo") -> None:
         log.append(method)
         if method == "init_weights_update_group":
             address, port, offset, world_size, name, backend = args
-            groups[name] = new_external_group(backend, address, port, offset, world_size, name, timedelta(minutes=1))
+            groups[name] = new_external_group(backend, address, port, offset, world_size, name, timedelta(minutes=5))
         elif method == "update_weights_from_distributed":
             names, dtypes, shapes, group = args
             for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
@@ -174,7 +174,7 @@ class EngineHandle:
 
 def wait_for(handles: list[EngineHandle]) -> list[str]:
     """The `wait` of this fake: one answer per call that was started."""
-    return [handle.answers.get(timeout=60) for handle in handles]
+    return [handle.answers.get(timeout=180) for handle in handles]
 
 
 # ---- hooks, named by path in the tests ----

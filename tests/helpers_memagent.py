@@ -134,7 +134,7 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, play: Script, **setti
         args = Namespace(sglang_router_ip=host, sglang_router_port=int(port), save=str(tmp_path / "save"))
         args.rewards_normalization = args.grpo_std_normalization = True
         args.global_batch_size, args.calculate_per_token_loss = 4, False
-        for name, value in {**SMALL, "timeout_s": 5, "retries": 0, **settings}.items():
+        for name, value in {**SMALL, "timeout_s": 60, "retries": 0, **settings}.items():
             setattr(args, f"memagent_{name}", value)
         monkeypatch.setattr(agent, "GenerateState", lambda args: Namespace(tokenizer=TOKENIZER))
         agent._AGENTS.clear()

@@ -62,11 +62,13 @@ class Recipe:
     tokens_per_batch: int
     sft_rows: int = 0
     sft_rollouts: int = 0
+    gradient_checkpointing: bool = False
+    """Attention of a packed batch on the CPU keeps its whole score matrix for the backward pass otherwise."""
 
 
 RECIPES = {
     "tiny": Recipe(60, 8, 8, 2, 2e-4, 200, "compact", 3, 24, 32, 512, 4096, sft_rows=1600, sft_rollouts=15),
-    "smollm2": Recipe(2, 2, 4, 1, 1e-6, 4, "standard", 1, 48, 64, 4096, 4096),
+    "smollm2": Recipe(2, 2, 4, 1, 1e-6, 4, "standard", 1, 48, 64, 4096, 1536, gradient_checkpointing=True),
 }
 SFT_BATCH = 16
 SFT_LR = 2e-3
@@ -136,7 +138,7 @@ def check(run: Run) -> None:
     if run.data and run.model == "tiny":
         raise ValueError(f"--data {run.data}: the tiny model only knows its own world; add --model smollm2")
     if run.data:
-        check_prompt_file(str(run.data), "prompt")
+        check_prompt_file(str(run.data), "prompt", "label")
 
 
 def claim_folder(run: Run, move_aside: bool) -> None:
@@ -330,6 +332,7 @@ def train_command(run: Run, configs: dict[str, Path]) -> list[str]:
         "--save-hf",
         str(run.output / "run" / "hf_{rollout_id}"),
     ]
+    command += ["--gradient-checkpointing"] * recipe.gradient_checkpointing
     command += ["--sglang-context-length", str(recipe.context), "--sglang-log-dir", str(run.logs)]
     command += [
         "--metrics-jsonl",

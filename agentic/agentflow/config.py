@@ -18,6 +18,7 @@ PREFIX = "agentflow_"
 SETTINGS = Settings(PREFIX)
 TRAINABLE_ROLES = ("analysis", "next_step", "final")
 TURN_WEIGHTINGS = ("paper", "token_mean", "uniform_turn")
+BATCH_LAYOUTS = ("rollouts", "padded_turns")
 JUDGES = ("rule_first", "rule_only")
 
 
@@ -34,6 +35,10 @@ class AgentFlowConfig:
     turn_weighting: str = "paper"
     """`paper`: mean over tokens, then turns, then trajectories. `token_mean`: mean over all tokens of a trajectory.
     `uniform_turn`: every turn weighs 1, long trajectories count more."""
+    batch_layout: str = "rollouts"
+    """`rollouts`: the batch size counts trajectories, the turns of one share a rollout id. `padded_turns`: for slime
+    0.2.2, whose loss knows no rollouts; the batch size is trajectories times the most trained turns of one, masked rows
+    fill the batch, and advantages carry the weights. The KL and entropy terms then weigh every turn alike."""
     max_steps: int = 3
     """Tool steps in training (paper: 3)."""
     eval_max_steps: int = 10
@@ -98,6 +103,7 @@ class AgentFlowConfig:
 
     def __post_init__(self) -> None:
         SETTINGS.check_choice("turn_weighting", self.turn_weighting, TURN_WEIGHTINGS)
+        SETTINGS.check_choice("batch_layout", self.batch_layout, BATCH_LAYOUTS)
         SETTINGS.check_choice("judge", self.judge, JUDGES)
         for role in self.train_roles:
             SETTINGS.check_choice("train_roles", role, TRAINABLE_ROLES)
@@ -112,6 +118,11 @@ class AgentFlowConfig:
             if type(field.default) in (int, float) and field.name != "max_failure_rate":
                 value = getattr(self, field.name)
                 SETTINGS.check(field.name, value, "must be positive", value > 0)
+
+    @property
+    def most_trained_turns(self) -> int:
+        """Of one trajectory in training."""
+        return sum(self.max_steps if role == "next_step" else 1 for role in set(self.train_roles))
 
     @property
     def required_roles(self) -> tuple[str, ...]:

@@ -15,7 +15,13 @@ _CONTROL = re.compile(
 )
 _LABELS = r"justification|context|sub[-_ ]?goal|tool[-_ ]?name|command|result|action step *\d*|verdict|conclusion"
 _END_MARKER = re.compile(r"(?i)\b(memory|answer)(?=>>>)")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _LABEL_LINE = re.compile(rf"(?im)^(?=[ \t#>*_`\-\d.)]*(?:{_LABELS})[*_` \t]*:)(?!> )")
+
+
+def well_formed(text: str) -> str:
+    r"""Join surrogate pairs and replace halves, which escapes such as `"\ud83d"` leave: no tokenizer takes them."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if _SURROGATE.search(text) else text
 
 
 def escape_control(text: str) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
-from agentic.agentflow.escape import escape_block
+from agentic.agentflow.escape import escape_block, well_formed
 from agentic.agentflow.prompts import PromptSet
 
 RESULT_CHAR_CAP = 4096
@@ -77,7 +77,7 @@ class Memory:
 
     def add(self, tool_name: str, sub_goal: str, command: str, result: str) -> MemoryEntry:
         """Append one step; its result is cut by the character cap, then by the token budget."""
-        short = self._shrink(truncate_middle(result), self.max_result_tokens)
+        short = self._shrink(truncate_middle(well_formed(result)), self.max_result_tokens)
         entry = MemoryEntry(len(self.entries) + 1, tool_name, sub_goal, command, short)
         self.entries.append(entry)
         return entry

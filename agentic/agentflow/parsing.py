@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from agentic.agentflow.escape import well_formed
+
 _THINK = re.compile(r"(?is)<think>.*?(?:</think>|\Z)")
 _END_OF_TURN = re.compile(r"<\|(?:im_end|endoftext|eot_id|end|end_of_text)\|>|</s>|<end_of_turn>")
 _FENCE_LINE = re.compile(r"(?m)^[ \t]*```[\w+-]*[ \t]*$")
@@ -206,9 +208,18 @@ def _literal(node: ast.expr, names: Mapping[str, Any]) -> Any:
     if isinstance(node, ast.JoinedStr) and all(isinstance(part, ast.Constant) for part in node.values):
         return "".join(str(part.value) for part in node.values if isinstance(part, ast.Constant))
     try:
-        return ast.literal_eval(node)
+        return _well_formed(ast.literal_eval(node))
     except (ValueError, TypeError, SyntaxError) as error:
         raise _NotLiteral(f"{ast.unparse(node)[:80]!r} is not a literal value") from error
+
+
+def _well_formed(value: Any) -> Any:
+    """The literal with `well_formed` texts: it goes to servers, which take nothing else."""
+    if isinstance(value, str):
+        return well_formed(value)
+    if isinstance(value, dict):
+        return {_well_formed(key): _well_formed(item) for key, item in value.items()}
+    return type(value)(map(_well_formed, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _loose_command(source: str) -> list[Command] | Malformed:

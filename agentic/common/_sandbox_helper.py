@@ -7,9 +7,11 @@ died; ended and reaped when this process ends. Its environment holds nothing of 
 from __future__ import annotations
 
 import atexit
+import errno
 import json
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -26,6 +28,8 @@ logger = logging.getLogger(__name__)
 RUNNER = Path(__file__).with_name("_sandbox_runner.py")
 START_S = 60.0
 END_S = 5.0
+# Not the kernel's word on namespaces but want of something: it must not switch the isolation off for good.
+PASSING = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "LANG": "C.UTF-8",
@@ -54,13 +58,18 @@ class Helper:
 
     def send(self, call: dict[str, Any], descriptors: list[int]) -> None:
         """Hand over one call. Raises BlockingIOError when the helper is behind, ConnectionError when it is gone."""
-        socket.send_fds(self.control, [json.dumps(call).encode()], descriptors, socket.MSG_DONTWAIT)
+        try:
+            socket.send_fds(self.control, [json.dumps(call).encode()], descriptors, socket.MSG_DONTWAIT)
+        except OSError as error:
+            if error.errno == errno.EBADF:  # another call has found it dead and closed the connection
+                raise ConnectionResetError("the helper was stopped") from error
+            raise
 
-    def stop(self) -> None:
-        """Close the connection, which ends the helper and its calls, and reap it."""
+    def stop(self, grace_s: float = END_S) -> None:
+        """Close the connection, which ends the helper and its calls, and reap it; kill it if it takes longer."""
         self.control.close()
         try:
-            self.process.wait(END_S)
+            self.process.wait(grace_s)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
@@ -79,7 +88,7 @@ def get_helper(isolated: bool, preload: tuple[str, ...] = ()) -> Helper:
     """The running helper of this kind; started (40 ms, more with large modules) when there is none.
 
     Raises Refused when the kernel refuses isolation, ConfigError when a module to preload cannot be imported,
-    InfrastructureError when no process can be started.
+    InfrastructureError when no process can be started, or there is not enough of something at present.
     """
     with _LOCK:
         helper = _HELPERS.get((isolated, preload))
@@ -113,7 +122,7 @@ def _start(isolated: bool, preload: tuple[str, ...]) -> Helper:
         remote.close()
     helper = Helper(process, control, False)
     try:
-        answer = _first_answer(helper)
+        answer = _first_answer(helper, isolated)
     except BaseException:
         helper.stop()
         raise
@@ -121,19 +130,29 @@ def _start(isolated: bool, preload: tuple[str, ...]) -> Helper:
     return helper
 
 
-def _first_answer(helper: Helper) -> dict[str, Any]:
+def _first_answer(helper: Helper, isolated: bool) -> dict[str, Any]:
     helper.control.settimeout(START_S)
     try:
         packet = helper.control.recv(65536)
     except OSError as error:
         raise InfrastructureError("sandbox_failed", f"the helper did not start: {error}") from error
     helper.control.setblocking(False)
-    answer: dict[str, Any] = json.loads(packet or '{"refused": "the helper ended at once", "kind": ""}')
+    answer: dict[str, Any] = json.loads(packet) if packet else _silent_end(helper)
     if "refused" not in answer:
         return answer
     if answer["kind"] in ("ImportError", "ModuleNotFoundError"):
         raise ConfigError(f"sandbox preload: {answer['refused']}; install the module or take it off the list")
+    if not isolated or answer["errno"] in PASSING:
+        raise InfrastructureError("sandbox_failed", f"the helper cannot start: {answer['refused']}")
     raise Refused(answer["refused"])
+
+
+def _silent_end(helper: Helper) -> dict[str, Any]:
+    """What to make of a helper that ended without a word: only a filter on system calls is the kernel's refusal."""
+    helper.stop()
+    code = helper.process.returncode
+    number = errno.EPERM if code == -signal.SIGSYS else errno.EAGAIN
+    return {"refused": f"the helper ended at once with code {code}", "kind": "", "errno": number}
 
 
 @atexit.register

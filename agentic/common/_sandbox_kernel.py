@@ -1,6 +1,6 @@
 """What the sandbox asks of the Linux kernel: namespaces, a private root, loss of all privileges.
 
-Imported by `_sandbox_runner` only, in a process that was started for it. Standard library only.
+Called by `_sandbox_runner`, in a process that was started for it. Standard library only.
 Invariants: every refusal of the kernel is an OSError that names the call; a new root shows the interpreter's own
 directories, system libraries and a few devices, all read-only, and nothing else of the host; the host's `/proc` stays
 mounted there until a call covers it with its own.
@@ -19,7 +19,9 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS =
 MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
 MNT_DETACH, SIGCHLD, SIGKILL = 2, 17, 9
 MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, AT_RECURSIVE, AT_FDCWD = 1, 2, 0x8000, -100
-SYS_CLONE3, SYS_CLOSE_RANGE, SYS_MOUNT_SETATTR = 435, 436, 442  # the same numbers on all architectures
+# The same numbers on all architectures.
+SYS_PIDFD_OPEN, SYS_CLONE3, SYS_CLOSE_RANGE, SYS_MOUNT_SETATTR = 434, 435, 436, 442
+MFD_CLOEXEC = 1
 CAPABILITY_VERSION_3 = 0x20080522
 NOBODY = 65534
 
@@ -43,6 +45,16 @@ def check(result: int, what: str) -> int:
 
 def prctl(option: int, value: int) -> None:
     check(LIBC.prctl(option, value, 0, 0, 0), f"prctl({option})")
+
+
+def pidfd_open(pid: int) -> int:
+    """As in `os`, which has it only where Python was built with new headers (conda's is not)."""
+    return check(LIBC.syscall(SYS_PIDFD_OPEN, pid, 0), "pidfd_open")
+
+
+def memory_file() -> int:
+    """Descriptor of an empty file in memory (`os.memfd_create`, see `pidfd_open`)."""
+    return check(LIBC.memfd_create(b"sandbox", MFD_CLOEXEC), "memfd_create")
 
 
 def clone(flags: int) -> int:
@@ -85,6 +97,18 @@ def become_nobody() -> None:
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
     prctl(PR_SET_DUMPABLE, 1)  # the change of user cleared it, and with it the access to our own /proc/self
+
+
+def may_become_nobody() -> bool:
+    """Whether `become_nobody` works here: in a container root may lack the right, or the user may not exist. Forks."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            become_nobody()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitpid(pid, 0)[1] == 0
 
 
 def interpreter_paths() -> set[str]:

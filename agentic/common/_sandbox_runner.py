@@ -2,8 +2,9 @@
 
 Started as `python -I _sandbox_runner.py JSON` with `Start` as a JSON object; its socket carries one packet per call:
 the `Call` as JSON and four descriptors (standard output, standard error, the program's text, the call's status
-socket). On the status socket it answers `{"code": n}` at the end, or `{"error": text}` when the call could not be set
-up; the caller ends a call by shutting its side down. Standard library only.
+socket). On the status socket it answers `{"started": true}` when the program begins and `{"code": n}` at the end, or
+`{"error": text}` when the call could not be set up; without `started` the code is not the program's. The caller ends a
+call by shutting its side down. Standard library only.
 
 Invariants: single-threaded; it never runs a program itself; it ends with its owner, and with it all calls; children
 are reaped before their end is reported, and nothing that a call started is left by then.
@@ -17,6 +18,7 @@ helper's child too (subreaper) and is killed.
 import atexit
 import contextlib
 import dataclasses
+import errno
 import gc
 import importlib
 import json
@@ -60,7 +62,8 @@ def main() -> None:
     try:
         helper = Helper(start)
     except (OSError, ImportError) as error:
-        control.send(json.dumps({"refused": str(error), "kind": type(error).__name__}).encode())
+        refusal = {"refused": str(error), "kind": type(error).__name__, "errno": getattr(error, "errno", None)}
+        control.send(json.dumps(refusal).encode())
         return
     control.send(json.dumps({"nobody": helper.drop_root}).encode())
     try:
@@ -86,8 +89,8 @@ class Helper:
 
     def __init__(self, start: Start) -> None:
         self.isolated = bool(start["isolated"])
-        self.owner = os.pidfd_open(start["owner"])
-        self.me = os.pidfd_open(os.getpid())
+        self.owner = kernel.pidfd_open(start["owner"])
+        self.me = kernel.pidfd_open(os.getpid())
         self.poller = select.poll()
         self.by_process: dict[int, tuple[int, socket.socket]] = {}
         self.by_status: dict[int, int] = {}
@@ -96,7 +99,8 @@ class Helper:
         for name in COMMON_MODULES:
             importlib.import_module(name)
         as_root = os.getuid() == 0 and not self.isolated
-        self.drop_root = as_root and kernel.readable_by_anyone(kernel.interpreter_paths())
+        readable = as_root and kernel.readable_by_anyone(kernel.interpreter_paths())
+        self.drop_root = readable and kernel.may_become_nobody()
         if self.isolated:
             kernel.confine(hidden_folders())
         else:
@@ -112,14 +116,19 @@ class Helper:
         """One empty call, so that a kernel which refuses any step is known before the first real one."""
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         null = [os.open("/dev/null", os.O_RDWR) for _ in range(2)]
-        self._launch(json.dumps(call).encode(), [*null, os.memfd_create("empty"), theirs.detach()])
+        self._launch(json.dumps(call).encode(), [*null, kernel.memory_file(), theirs.detach()])
         for process in list(self.by_process):
             select.select([process], [], [])
             self._finish(process)
-        message = json.loads(mine.recv(PACKET))
+        message: dict[str, Any] = {}
+        while packet := mine.recv(PACKET):
+            message = {**json.loads(packet), **message}  # an error of the set-up comes before the code
         mine.close()
-        if message.get("code") != 0:
-            raise OSError(message.get("error", "an empty program failed"))
+        if message.get("code") != 0 or "error" in message:
+            refusal = OSError(message.get("error", f"an empty program ended with {message.get('code')}"))
+            killed = message.get("code") == 128 + signal.SIGKILL
+            refusal.errno = message.get("errno", errno.ENOMEM if killed else None)
+            raise refusal
 
     def serve(self, control: socket.socket) -> None:
         """Until the owner closes the socket or ends."""
@@ -143,12 +152,15 @@ class Helper:
     def _launch(self, packet: bytes, descriptors: list[int]) -> None:
         call: Call = json.loads(packet)
         status = socket.socket(fileno=os.dup(descriptors[-1]))
+        child = None
         try:
             child = self._take((call["network"], call["folder_mb"]))
             socket.send_fds(child.channel, [packet], descriptors)
             child.channel.close()
         except OSError as error:
-            answer(status, error=str(error))
+            if child is not None:
+                discard(child)
+            answer(status, error=str(error), errno=error.errno)
             status.close()
         else:
             self.by_process[child.process] = (child.pid, status)
@@ -165,10 +177,7 @@ class Helper:
         if child is not None:
             if child.kind == kind and not select.select([child.process], [], [], 0)[0]:
                 return child
-            os.kill(child.pid, signal.SIGKILL)
-            os.waitpid(child.pid, 0)
-            os.close(child.process)
-            child.channel.close()
+            discard(child)
         return self._fork(kind)
 
     def _fork(self, kind: tuple[bool, int]) -> Child:
@@ -180,26 +189,27 @@ class Helper:
                     self._child(theirs.fileno(), kind)
                 finally:
                     os._exit(SETUP_FAILED)
-            return Child(pid, os.pidfd_open(pid), socket.socket(fileno=mine.detach()), kind)
+            return Child(pid, kernel.pidfd_open(pid), socket.socket(fileno=mine.detach()), kind)
 
     def _child(self, channel: int, kind: tuple[bool, int]) -> None:
         """All that happens in the child: set-up, waiting for the call, the program. Never returns."""
-        failure = ""
+        failure: OSError | None = None
         try:
             channel = self._enter(channel, kind)
         except OSError as error:
-            failure = str(error)
+            failure = error
         packet, descriptors, _, _ = socket.recv_fds(socket.socket(fileno=channel), PACKET, DESCRIPTORS)
         if not packet:
             os._exit(SETUP_FAILED)  # not needed any more
         *streams, program, status = descriptors
         try:
             if failure:
-                raise OSError(failure)
+                raise failure
             self._prepare(json.loads(packet), streams, program)
         except OSError as error:
-            answer(socket.socket(fileno=status), error=str(error))
+            answer(socket.socket(fileno=status), error=str(error), errno=error.errno)
             os._exit(SETUP_FAILED)
+        answer(socket.socket(fileno=status), started=True)
         kernel.close_from(3)
         leave(execute())
 
@@ -273,6 +283,14 @@ class Helper:
         for process, (pid, _) in list(self.by_process.items()):
             os.kill(pid, signal.SIGKILL)
             self._finish(process)
+
+
+def discard(child: Child) -> None:
+    """End and reap a child that gets no call."""
+    os.kill(child.pid, signal.SIGKILL)
+    os.waitpid(child.pid, 0)
+    os.close(child.process)
+    child.channel.close()
 
 
 def hidden_folders() -> list[str]:

@@ -119,7 +119,7 @@ async def _with_retries(role: Role, attempt: Callable[[], Awaitable[T]]) -> T:
 async def _attempt(role: Role, url: str, body: bytes, headers: dict[str, str]) -> Any:
     try:
         status, answer = await _post(url, body, headers)
-    except aiohttp.ClientError as error:
+    except (aiohttp.ClientError, OSError) as error:  # the latter where aiohttp lets one of the socket's through
         raise RoleUnavailable(role.name, f"{url}: {type(error).__name__} {error}".rstrip()) from error
     if status >= 500 or status == 429:
         raise RoleUnavailable(role.name, f"{url}: HTTP {status} {_shown(answer, 200)}")
@@ -282,7 +282,11 @@ def _turn_record(role: str, prompt_ids: list[int], data: Any, trained: bool) -> 
         raise RoleUnavailable(role, "the engine aborted the request before its first token")
     if not pairs:
         raise RoleBadResponse(role, "no output_token_logprobs although return_logprob was set")
-    response_ids = [int(pair[1]) for pair in pairs]
+    try:
+        # JSON has no NaN: an engine whose numbers went wrong sends null.
+        log_probs, response_ids = [float(pair[0]) for pair in pairs], [int(pair[1]) for pair in pairs]
+    except (TypeError, ValueError, IndexError, KeyError) as error:
+        raise RoleBadResponse(role, f"output_token_logprobs are no pairs of numbers: {str(pairs)[:200]}") from error
     if data.get("output_ids") not in (None, response_ids):
         raise RoleBadResponse(role, "output_ids differ from the ids of output_token_logprobs")
     version = meta.get("weight_version")
@@ -290,7 +294,7 @@ def _turn_record(role: str, prompt_ids: list[int], data: Any, trained: bool) -> 
         return TurnRecord.from_engine(
             prompt_ids,
             response_ids,
-            [float(pair[0]) for pair in pairs],
+            log_probs,
             trained=trained,
             role=role,
             finish_reason=finish,
@@ -352,7 +356,7 @@ class FrozenClient:
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise RoleBadResponse(role.name, f"not a chat completion: {str(data)[:200]}") from error
         finish = finish if finish in FINISH_REASONS else "stop"
-        return text, finish, usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
+        return text, finish, usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
 
     def _sampling(self) -> dict[str, Any]:
         role = self.role

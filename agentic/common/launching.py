@@ -23,7 +23,7 @@ import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -123,6 +123,10 @@ class Launcher:
         for name, kind in absent.items():
             raise FileNotFoundError(f"{_flag(name)} {settings[name]}: no such {kind}")
         write_files(plan)
+        return self.execute(args.command, settings, plan)
+
+    def execute(self, command: str, settings: Settings, plan: Plan) -> int:
+        """Run the program, whose files are written, to its end; its exit code. Methods add what must run around it."""
         with running(plan) as process:
             return process.wait()
 
@@ -257,9 +261,12 @@ def _environment(plan: Plan) -> dict[str, str]:
 
 
 @contextmanager
-def running(plan: Plan) -> Iterator[subprocess.Popen[bytes]]:
-    """The program as a child that does not outlive the block."""
-    process = subprocess.Popen([sys.executable, *plan.argv], env=_environment(plan))
+def running(plan: Plan, log: Path | None = None) -> Iterator[subprocess.Popen[bytes]]:
+    """The program as a child that does not outlive the block; its output goes to `log` or to ours."""
+    with log.open("wb") if log else nullcontext() as output:
+        process = subprocess.Popen(
+            [sys.executable, *plan.argv], env=_environment(plan), stdout=output, stderr=output and subprocess.STDOUT
+        )
     try:
         yield process
     finally:

@@ -3,7 +3,8 @@
 Input: source text (untrusted, any length) and `SandboxLimits`.
 Invariants: fresh temporary folder as working directory, gone afterwards; environment without anything of the
 parent's; both output streams read while it runs, with a hard cap; on time-out, cancellation, reached cap and normal
-end alike everything the call started is killed and reaped before the call returns.
+end alike everything the call started is killed and reaped before the call returns. What befalls a call before its
+program begins, or the helper, is an InfrastructureError and never a result; a helper that hangs is replaced.
 A helper process, started with the first call, forks one child per call, so that no interpreter has to start (about
 5 ms in place of 15 to 40). Where the kernel allows it the child has user, pid, network, ipc and mount namespaces: it sees
 system libraries and the interpreter's own directories, read-only, and an empty `/tmp`; it is `nobody`, without
@@ -28,7 +29,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from agentic.common._sandbox_helper import Helper, Refused, get_helper, running_helper
-from agentic.common._sandbox_kernel import NOBODY
+from agentic.common._sandbox_kernel import NOBODY, memory_file
 from agentic.common._sandbox_runner import ISOLATED_FOLDER
 from agentic.common.errors import ConfigError, InfrastructureError
 
@@ -36,7 +37,9 @@ logger = logging.getLogger(__name__)
 
 CHUNK = 65536
 DRAIN_S = 1.0
-KILL_S = 10.0
+# How long a working helper may need on a crowded machine; afterwards it counts as hung.
+BEGIN_S = 30.0
+KILL_S = 30.0
 BUSY_S = 0.005
 STARTS = 3
 MIB = 1024 * 1024
@@ -47,7 +50,7 @@ class SandboxLimits:
     """Limits of one call. The process limit does not bind root where the helper can neither isolate nor change user."""
 
     timeout_s: float = 10.0
-    """Wall clock, from the fork."""
+    """Wall clock, from the moment the program begins."""
     cpu_s: int = 10
     """Processor seconds of one process."""
     memory_mb: int = 1024
@@ -129,9 +132,10 @@ class _Stream:
 
 @dataclass
 class _Status:
-    """Our end of a call's status socket: the helper's one message, and the means to end the call."""
+    """Our end of a call's status socket: what the helper says of it, and the means to end the call."""
 
     end: socket.socket
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     message: dict[str, Any] = field(default_factory=dict)
 
@@ -148,26 +152,25 @@ class _Status:
             packet = b""
         if packet:
             self.message = {**json.loads(packet), **self.message}  # an error of the set-up comes before the code
+            if "started" in self.message:
+                self.begun.set()
         else:
             asyncio.get_running_loop().remove_reader(self.end)
             self.closed.set()
 
     async def ended(self, full: asyncio.Event, timeout_s: float) -> bool:
         """Wait for the end of the call or of the output's room; False on time-out or full output."""
-        waits = [asyncio.ensure_future(event.wait()) for event in (self.closed, full)]
-        try:
-            await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            return self.closed.is_set()
-        finally:
-            for wait in waits:
-                wait.cancel()
+        await _any_of(BEGIN_S, self.begun, self.closed)
+        if self.begun.is_set():
+            await _any_of(timeout_s, self.closed, full)
+        return self.closed.is_set()
 
-    async def kill(self) -> None:
-        """End the call and wait until the helper has reaped it."""
-        if self.closed.is_set():
-            return
-        self.end.shutdown(socket.SHUT_WR)
-        await _wait(self.closed, KILL_S, "the helper does not end a call")
+    async def kill(self) -> bool:
+        """End the call and wait until the helper has reaped it; False when it does not."""
+        if not self.closed.is_set():
+            self.end.shutdown(socket.SHUT_WR)
+            await _wait(self.closed, KILL_S, "the helper does not end a call")
+        return self.closed.is_set()
 
     def close(self) -> None:
         if not self.closed.is_set():
@@ -190,14 +193,20 @@ async def run_python(code: str, limits: SandboxLimits | None = None) -> SandboxR
         isolated = await asyncio.to_thread(namespaces_available) if not _KNOWN else namespaces_available()
         if limits.network is False and not isolated:
             raise ConfigError("sandbox network=False: this kernel refuses namespaces; allow them or set it to null")
-        source = code.encode("utf-8", errors="replace")
-        if isolated:
-            return await _run(source, limits, True, ISOLATED_FOLDER)
-        folder = tempfile.mkdtemp(prefix="sandbox-")
         try:
-            return await _run(source, limits, False, folder)
-        finally:
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            return await _run_in_folder(code.encode("utf-8", errors="replace"), limits, isolated)
+        except OSError as error:  # ours: no descriptors, no room for the folder
+            raise InfrastructureError("sandbox_failed", str(error)) from error
+
+
+async def _run_in_folder(source: bytes, limits: SandboxLimits, isolated: bool) -> SandboxResult:
+    if isolated:
+        return await _run(source, limits, True, ISOLATED_FOLDER)
+    folder = tempfile.mkdtemp(prefix="sandbox-")
+    try:
+        return await _run(source, limits, False, folder)
+    finally:
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
 
 _KNOWN: list[bool] = []
@@ -247,15 +256,17 @@ async def _call(helper: Helper, source: bytes, limits: SandboxLimits, isolated: 
             ended = await status.ended(full, limits.timeout_s)
         finally:
             try:
-                await status.kill()
+                if not await status.kill():
+                    await asyncio.to_thread(helper.stop, 0)  # the next call starts another
                 # The pipes close when the last process is gone; a bounded wait, in case one cannot be killed.
                 for stream in streams:
                     await _wait(stream.closed, DRAIN_S, "a process still holds an output pipe")
             finally:
                 status.close()
                 stdout, stderr = (stream.close() for stream in streams)
-    if "code" not in status.message or "error" in status.message:
-        raise InfrastructureError("sandbox_failed", status.message.get("error", "the helper was killed"))
+    if not {"started", "code"} <= set(status.message) or "error" in status.message:
+        problem = "the helper was killed" if status.begun.is_set() else "the program was not started"
+        raise InfrastructureError("sandbox_failed", status.message.get("error", problem))
     timed_out = not ended and not full.is_set()
     seconds = time.perf_counter() - start
     return SandboxResult(stdout, stderr, status.message["code"], timed_out, full.is_set(), seconds, isolated)
@@ -274,17 +285,21 @@ async def _hand_over(
             theirs.callback(os.close, writer)
             pipes.append(reader)
             writers.append(writer)
-        program = os.memfd_create("script")
+        program = memory_file()
         theirs.callback(os.close, program)
         _write_all(program, source)
         mine, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.enter_context(mine)
         theirs.enter_context(remote)
+        deadline = time.monotonic() + BEGIN_S
         while True:
             try:
                 helper.send(call, [*writers, program, remote.fileno()])
                 return pipes, mine
             except BlockingIOError:
+                if time.monotonic() > deadline:
+                    await asyncio.to_thread(helper.stop, 0)  # the next call starts another
+                    raise
                 await asyncio.sleep(BUSY_S)
 
 
@@ -304,6 +319,16 @@ def _settings(limits: SandboxLimits, folder: str) -> dict[str, Any]:
         "processes": limits.processes,
         "network": bool(limits.network),
     }
+
+
+async def _any_of(timeout_s: float, *events: asyncio.Event) -> None:
+    """Wait until one of the events is set, or the time is over."""
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
 
 
 async def _wait(event: asyncio.Event, timeout_s: float, complaint: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from agentic.common.clients import PolicyClient
-from agentic.common.errors import ConfigError
+from agentic.common.errors import BadRecord, ConfigError
 from agentic.common.roles import Role
 from agentic.memagent.config import PREFIX, MemAgentConfig
 from agentic.memagent.prompts import SLOTS, PromptSet, TokenTemplate
@@ -100,8 +100,13 @@ class MemAgent:
         """(ids within the budget, number of ids cut off).
 
         Raises:
+            BadRecord: it is no valid Unicode, which no tokenizer takes.
             ConfigError: the question is longer, and the policy for that is `error`.
         """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise BadRecord("question_not_text", f"question {text[:80]!r}: {error}") from error
         ids, budget = self.encoder(text).tolist(), self.config.question_tokens
         if len(ids) > budget and self.config.on_long_question == "error":
             raise ConfigError(

@@ -55,7 +55,7 @@ class Reader:
         keep_turns: bool = True,
         session_id: str | None = None,
     ) -> None:
-        """Raises ConfigError when the question is too long and is not to be cut."""
+        """Raises BadRecord for a question that is no text, ConfigError for one that is too long and is not to be cut."""
         self.agent = agent
         self.text = text
         self.sampling_params = sampling_params

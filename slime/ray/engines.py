@@ -22,6 +22,7 @@ from slime.backends.sglang_utils.arguments import log_dir, router_options
 from slime.backends.sglang_utils.router import Router
 from slime.backends.sglang_utils.sglang_engine import LOCALHOST, SGLangEngine
 from slime.ray.ray_actor import RayActor
+from slime.ray.train_actor import get_local_gpu_id
 from slime.ray.utils import add_default_ray_env_vars, as_actor, wait_all
 from slime.utils.http_utils import find_available_port, get_rollout_num_engines
 from slime.utils.misc import get_current_node_ip
@@ -42,6 +43,9 @@ class EngineActor(RayActor, SGLangEngine):
 
     def start(self, router_ip: str, router_port: int, base_port: int, local: bool) -> str:
         """Start the server and register it; returns its url. `local`: listen on the loopback interface only."""
+        if self.base_gpu_id is not None:
+            # SGLang counts among the devices this process can see, Ray among all of the machine.
+            self.base_gpu_id = get_local_gpu_id()
         port = find_available_port(base_port + PORTS_PER_ENGINE * self.rank)
         host = LOCALHOST if local else get_current_node_ip()
         return self.init(None, port, None, host, router_ip=router_ip, router_port=router_port)

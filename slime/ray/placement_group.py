@@ -142,6 +142,9 @@ def create_rollout_manager(args: Namespace, pg: Bundles) -> tuple[Any, int | Non
     # The router's address is only known now; every other actor needs it.
     for name, value in ray.get(manager.start_servers.remote()).items():
         setattr(args, name, value)
+    if args.offload_rollout:
+        # The trainer loads its model now, and the first weight update takes back memory that must have been released.
+        ray.get(manager.offload.remote())
     return manager, num_rollout_per_epoch
 
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from slime.observability.rollout_data_utils import tensorize_rollout_data_for_training
 from slime.utils.dp_schedule import build_dp_schedule, split_into_steps
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
@@ -48,12 +49,6 @@ _STUB_ROW: dict[str, Any] = {
     "teacher_log_probs": [0.0],
 }
 _REQUIRED_KEYS = ("tokens", "response_lengths", "rewards", "loss_masks")
-_TENSOR_KEYS = {
-    "tokens": torch.int64,
-    "loss_masks": torch.int32,
-    "rollout_log_probs": torch.float32,
-    "teacher_log_probs": torch.float32,
-}
 _WHOLE_BATCH_KEYS = ("raw_reward", "total_lengths")
 
 
@@ -414,18 +409,13 @@ def split_train_data_by_dp(args: Namespace, data: TrainData, dp_size: int) -> li
     whole = {key: data[key] for key in _WHOLE_BATCH_KEYS if key in data} | {"total_lengths": total_lengths}
     shares = []
     for partition, micro_batches in zip(partitions, micro_batch_indices, strict=True):
-        share = {key: _take(key, column, partition) for key, column in data.items() if key not in _WHOLE_BATCH_KEYS}
+        rows = {key: [column[i] for i in partition] for key, column in data.items() if key not in _WHOLE_BATCH_KEYS}
+        tensorize_rollout_data_for_training(rows)
         schedule = {
             "partition": partition,
             "micro_batch_indices": micro_batches,
             "num_microbatches": num_microbatches,
             "global_batch_sizes": global_batch_sizes,
         }
-        shares.append(share | whole | schedule)
+        shares.append(rows | whole | schedule)
     return shares
-
-
-def _take(key: str, column: Sequence[Any], rows: list[int]) -> list[Any]:
-    if key not in _TENSOR_KEYS:
-        return [column[row] for row in rows]
-    return [torch.as_tensor(column[row], dtype=_TENSOR_KEYS[key]) for row in rows]

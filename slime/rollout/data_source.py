@@ -12,6 +12,7 @@ import abc
 import copy
 import logging
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,9 @@ class RolloutDataSource(DataSource):
         """Restores the position from `--load`; without such a file the data set starts from its beginning."""
         if not self.args.rollout_global_dataset or self.args.load is None:
             return
-        path = _state_path(self.args.load, rollout_id)
+        root = Path(self.args.load)
+        # `--load` may name one iteration; positions lie beside the iterations.
+        path = _state_path(root.parent if re.fullmatch(r"iter_\d+", root.name) else root, rollout_id)
         if not path.exists():
             logger.info("no data set position at %s: starting from the beginning", path)
             return
@@ -184,7 +187,7 @@ def pop_first(args: Any, rollout_id: int | None, buffer: list[list[Sample]], num
     return taken
 
 
-def _state_path(root: str, rollout_id: int | None) -> Path:
+def _state_path(root: str | Path, rollout_id: int | None) -> Path:
     return Path(root) / "rollout" / f"global_dataset_state_dict_{rollout_id}.pt"
 
 

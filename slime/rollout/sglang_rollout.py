@@ -191,9 +191,24 @@ async def generate(
         if state.aborted:
             sample.status = Sample.Status.ABORTED
             return sample
-        output = await post(get_model_url(args, "default"), payload, headers=headers)
+        output = await _ask_engine(args, payload, headers)
     _merge_output(args, sample, input_ids, output)
     return sample
+
+
+async def _ask_engine(args: Namespace, payload: dict[str, Any], headers: dict[str, str] | None) -> dict[str, Any]:
+    """The engine's answer. Raises TimeoutError after `--sglang-router-request-timeout-secs`, retries included.
+
+    The router has the same limit for one request, but it cannot help when its own machine is gone.
+    """
+    limit_s = getattr(args, "sglang_router_request_timeout_secs", None)
+    url = get_model_url(args, "default")
+    try:
+        return await asyncio.wait_for(post(url, payload, headers=headers), limit_s)
+    except asyncio.TimeoutError as error:
+        raise TimeoutError(
+            f"{url} did not answer within --sglang-router-request-timeout-secs {limit_s}; see the engines' logs"
+        ) from error
 
 
 def _merge_output(args: Namespace, sample: Sample, input_ids: list[int], output: dict[str, Any]) -> None:
@@ -221,11 +236,13 @@ async def generate_and_rm(
 
     A list comes back when the hook cut its episode into several samples (fan-out).
     """
+    if args.partial_rollout and args.mask_offpolicy_in_partial_rollout:
+        for earlier in iter_leaves(sample):
+            if earlier.response_length > 0:
+                earlier.loss_mask = [0] * earlier.response_length
     if isinstance(sample, list):  # a fan-out episode that an earlier rollout finished
         await _score(args, sample)
         return sample
-    if args.partial_rollout and args.mask_offpolicy_in_partial_rollout and sample.response_length > 0:
-        sample.loss_mask = [0] * sample.response_length
     state = GenerateState(args)
     if sample.status in _FINISHED:
         await _score(args, sample)

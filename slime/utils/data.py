@@ -34,14 +34,16 @@ def read_file(path: str) -> Iterator[dict[str, Any]]:
         yield record
 
 
-def check_prompt_file(path: str, prompt_key: str) -> int:
+def check_prompt_file(path: str, prompt_key: str, label_key: str | None = None) -> int:
     """Read the whole file as `Dataset` will, raise its errors now, and return the number of records.
 
-    Raises ValueError when a record has no usable `prompt_key` or the (sliced) file is empty.
+    Raises ValueError when a record has no usable `prompt_key`, no `label_key` (unless None), or the (sliced) file is empty.
     """
     count = 0
     for where, record in _read_located(path):
         _prompt_of(record, prompt_key, where)
+        if label_key is not None:
+            _field(record, label_key, where, "--label-key")
         count += 1
     if count == 0:
         raise ValueError(f"{path}: holds no records")

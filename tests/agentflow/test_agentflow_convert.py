@@ -172,3 +172,50 @@ async def test_from_question_to_rows(tmp_path, monkeypatch):
     assert data["raw_reward"] == [1.0] * 3 + [0.0] * 3
     for tokens, length, prompt in zip(data["tokens"], data["response_lengths"], sent, strict=True):
         assert tokens[: len(tokens) - length] == prompt
+
+
+def padded(samples: list[Sample], batch: int, **settings: object) -> dict:
+    args = arguments(batch_layout="padded_turns", **settings)
+    args.global_batch_size = batch
+    return custom_convert(args, samples)
+
+
+@pytest.mark.parametrize("weighting", ["paper", "token_mean", "uniform_turn"])
+def test_padded_turns_weigh_what_rollouts_weigh(weighting):
+    samples = [sample(0, 1.0, (2, 4)), sample(1, 0.0, (5,)), failed(2), sample(3, 0.0, (1, 2, 3, 4))]
+    plain = custom_convert(arguments(turn_weighting=weighting), samples)
+    data = padded(samples, 16, turn_weighting=weighting)
+    rows = len(plain["tokens"])
+    token_means = [
+        advantage / (16 * max(sum(mask), 1))
+        for advantage, mask in zip(data["rewards"], data["loss_masks"], strict=True)
+    ]
+    by_rollout = [
+        advantage / (4 * d) for advantage, d in zip(plain["rewards"], plain["rollout_mask_sums"], strict=True)
+    ]
+    assert token_means[:rows] == pytest.approx(by_rollout) and token_means[rows:] == [0.0] * (16 - rows)
+    for key in ("tokens", "loss_masks", "response_lengths", "truncated", "sample_indices", "rollout_log_probs"):
+        assert data[key][:rows] == plain[key]
+
+
+def test_padded_turns_in_numbers():
+    """B = 2 trajectories x (1 + 3) turns; A B / (n T) = 0.7071 * 8 / (2 * 2) and -0.7071 * 8 / (2 * 1)."""
+    data = padded([sample(0, 1.0, (2, 4)), sample(1, 0.0, (5,))], 8)
+    assert data["rewards"] == pytest.approx([1.41421, 1.41421, -2.82843] + [0.0] * 5, abs=1e-4)
+    assert data["loss_masks"][3:] == [[0]] * 5 and data["raw_reward"] == pytest.approx([1, 1, 0] + [2 / 3] * 5)
+    assert {len(data[key]) for key in [*KEYS, "rollout_ids", "rollout_mask_sums"]} == {8}
+    assert data["rollout_ids"] == list(range(8)) and data["rollout_mask_sums"] == [2, 4, 5, 1, 1, 1, 1, 1]
+    data["loss_masks"][7].append(1)
+    assert data["loss_masks"][6] == [0]
+
+
+def test_padded_turns_need_their_batch_size_and_no_more_turns():
+    with pytest.raises(ConfigError, match="2 trajectories x 4 turns; set --global-batch-size 8"):
+        padded([sample(0, 1.0), sample(1, 0.0)], 2)
+    with pytest.raises(ValueError, match="7 trained turns in a batch of 6"):
+        padded([sample(0, 1.0, (1,) * 6), sample(1, 0.0)], 6, train_roles=["next_step"])
+
+
+def test_samples_of_slime_0_2_2_have_no_rollout_id():
+    old = [Namespace(**{k: v for k, v in vars(sample(i, 1.0 - i)).items() if k != "rollout_id"}) for i in range(2)]
+    assert padded(old, 8)["sample_indices"] == [0, 1] + [-1] * 6

@@ -232,7 +232,7 @@ class Stage:
         for name, change in changes.items():
             roles[name] |= change
         path = self.tmp_path / f"roles_{planner}.yaml"
-        path.write_text(yaml.safe_dump({"defaults": {"retries": 0, "timeout_s": 5}, "roles": roles}))
+        path.write_text(yaml.safe_dump({"defaults": {"retries": 0, "timeout_s": 60}, "roles": roles}))
         return path
 
     def run(self, *more: str, runs: int = 2, names: str = "baseline,untrained,trained") -> int:

@@ -18,26 +18,28 @@ import yaml
 from agentic.agentflow import launch
 from agentic.agentflow.config import AgentFlowConfig
 from agentic.agentflow.crew import ROLES
+from agentic.agentflow.launch import LAUNCHER
+from agentic.common import launching
 from agentic.common.errors import ConfigError
 from agentic.common.roles import RoleTable
 
 FOLDER = Path(launch.__file__).parent
-DEFAULTS = launch.load_template()["settings"]
+DEFAULTS = LAUNCHER.template["settings"]
 SNAPSHOT = Path(__file__).with_name("launch_argv.txt")
 
 
-def settings(**changes: Any) -> launch.Settings:
+def settings(**changes: Any) -> launching.Settings:
     return {**DEFAULTS, **changes}
 
 
 def expanded() -> str:
     """All commands with the default settings, a flag a line, the evaluation with a trained model as well."""
-    plans = {name: launch.make_plan(name, settings()) for name in ("train", "serve", "serve-eval", "eval")}
-    plans["train with eval_data"] = launch.make_plan("train", settings(eval_data="data/dev.jsonl"))
-    plans["eval with trained_model"] = launch.make_plan("eval", settings(trained_model="hf"))
+    plans = {name: LAUNCHER.make_plan(name, settings()) for name in ("train", "serve", "serve-eval", "eval")}
+    plans["train with eval_data"] = LAUNCHER.make_plan("train", settings(eval_data="data/dev.jsonl"))
+    plans["eval with trained_model"] = LAUNCHER.make_plan("eval", settings(trained_model="hf"))
     blocks = []
     for name, plan in plans.items():
-        words = [word.replace(str(launch.ROOT), "ROOT") for word in plan.argv]
+        words = [word.replace(str(launching.ROOT), "ROOT") for word in plan.argv]
         environment = [f"{key}={value}" for key, value in plan.env.items()]
         blocks.append("\n  --".join(f"[{name}] {' '.join([*environment, *words])}".split(" --")))
     return "\n".join(blocks) + "\n"
@@ -77,7 +79,7 @@ def test_dry_run_prints_the_command_that_the_parser_accepts(tmp_path: Path) -> N
 def test_dry_run_refuses_what_the_parser_refuses(
     flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert launch.main(["train", "--dry-run", *flags]) == 2
+    assert LAUNCHER.main(["train", "--dry-run", *flags]) == 2
     out = capsys.readouterr()
     assert out.err.splitlines()[-1].startswith("error: ") and message in out.err and out.out == ""
 
@@ -90,9 +92,9 @@ def test_serve_has_a_dry_run(flags: list[str], roles: str) -> None:
 
 def test_eval_has_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert "launch eval" in (FOLDER / "eval.sh").read_text()
-    assert launch.main(["eval", "--dry-run", "--trained-model", "hf"]) == 0
+    assert LAUNCHER.main(["eval", "--dry-run", "--trained-model", "hf"]) == 0
     assert "--arms baseline,untrained,trained" in capsys.readouterr().out
-    assert launch.main(["eval", "--dry-run", "--runs", "0"]) == 2
+    assert LAUNCHER.main(["eval", "--dry-run", "--runs", "0"]) == 2
 
 
 def test_flags_beat_variables_beat_defaults(
@@ -100,13 +102,13 @@ def test_flags_beat_variables_beat_defaults(
 ) -> None:
     monkeypatch.setenv("AGENTFLOW_POLICY_GPUS", "2")
     monkeypatch.setenv("AGENTFLOW_SEED", "5")
-    monkeypatch.setattr(launch, "check_plan", lambda *_: None)
-    assert launch.main(["train", "--dry-run", "--policy-gpus", "8"]) == 0
+    monkeypatch.setattr(launching.Launcher, "check_command", lambda *_: None)
+    assert LAUNCHER.main(["train", "--dry-run", "--policy-gpus", "8"]) == 0
     assert "--actor-num-gpus-per-node 8 " in (command := capsys.readouterr().out) and "--seed 5 " in command
-    assert launch.main(["eval", "--dry-run", "--benchmarks", "math=a", "gsm8k=b"]) == 0
+    assert LAUNCHER.main(["eval", "--dry-run", "--benchmarks", "math=a", "gsm8k=b"]) == 0
     assert "--data math=a gsm8k=b --roles" in capsys.readouterr().out
     monkeypatch.setenv("AGENTFLOW_SEED", "five")
-    assert launch.main(["train", "--dry-run"]) == 2
+    assert LAUNCHER.main(["train", "--dry-run"]) == 2
     assert "AGENTFLOW_SEED 'five': expected a int such as 1234" in capsys.readouterr().err
 
 
@@ -114,8 +116,8 @@ def test_every_setting_changes_something() -> None:
     names = ("train", "serve", "serve-eval", "eval")
     base = settings(trained_model="t", eval_data="e")
 
-    def everything(values: launch.Settings) -> list[Any]:
-        return [(plan.argv, plan.env, plan.files) for plan in (launch.make_plan(name, values) for name in names)]
+    def everything(values: launching.Settings) -> list[Any]:
+        return [(plan.argv, plan.env, plan.files) for plan in (LAUNCHER.make_plan(name, values) for name in names)]
 
     for name, value in base.items():
         changed = (not value) if isinstance(value, bool) else ["x"] if isinstance(value, list) else type(value)(7)
@@ -124,8 +126,8 @@ def test_every_setting_changes_something() -> None:
 
 
 def load_file(tmp_path: Path, name: str, file: str, **changes: Any) -> Path:
-    plan = launch.make_plan(name, settings(output=str(tmp_path), eval_output=str(tmp_path), **changes))
-    launch.write_files(plan)
+    plan = LAUNCHER.make_plan(name, settings(output=str(tmp_path), eval_output=str(tmp_path), **changes))
+    launching.write_files(plan)
     return tmp_path / file
 
 
@@ -150,24 +152,30 @@ def test_role_files_of_an_evaluation_differ_in_the_planner(tmp_path: Path) -> No
     )
     assert before.pop("roles") | {"planner": {"server": "trained"}} == after.pop("roles") and before == after
     assert set(before["servers"]) == {"frozen", "coder", "policy", "trained"}
-    assert "roles_trained.yaml" not in {path.name for path in launch.make_plan("eval", settings()).files}
+    assert "roles_trained.yaml" not in {path.name for path in LAUNCHER.make_plan("eval", settings()).files}
 
 
 def test_missing_models_stop_a_real_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert launch.main(["train", "--output", str(tmp_path / "o")]) == 2
+    assert LAUNCHER.main(["train", "--output", str(tmp_path / "o")]) == 2
     assert "error: --model models/Qwen2.5-7B-Instruct: no such directory" in capsys.readouterr().err
     assert not (tmp_path / "o").exists()
 
 
-def fake_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, serve: str, train: str) -> launch.Settings:
+def fake_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, serve: str, train: str) -> launching.Settings:
     """`tools/serve_roles.py` and `train.py` replaced by small scripts in a root of their own."""
     for name, body in (("tools/serve_roles.py", serve), ("train.py", train)):
         path = tmp_path / "root" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"import os, pathlib, sys, time\nhere = pathlib.Path({str(tmp_path)!r})\n{body}\n")
-    monkeypatch.setattr(launch, "ROOT", tmp_path / "root")
+    monkeypatch.setattr(launching, "ROOT", tmp_path / "root")
     monkeypatch.setattr(launch, "POLL_S", 0.05)
-    return settings(output=str(tmp_path / "o"), start_roles_timeout_s=20)
+    return settings(output=str(tmp_path / "o"), start_roles_timeout_s=120)
+
+
+def start_training(values: launching.Settings) -> int:
+    plan = LAUNCHER.make_plan("train", values)
+    launching.write_files(plan)
+    return LAUNCHER.execute("train", values, plan)
 
 
 SERVE = "(here / 'pid').write_text(str(os.getpid()))\nprint('ALL READY', flush=True)\ntime.sleep(60)"
@@ -183,7 +191,7 @@ def is_alive(pid: int) -> bool:
 
 def test_role_servers_live_as_long_as_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = fake_programs(tmp_path, monkeypatch, SERVE, "os.kill(int((here / 'pid').read_text()), 0)\nsys.exit(7)")
-    assert launch.train(values, launch.make_plan("train", values)) == 7
+    assert start_training(values) == 7
     assert not is_alive(int((tmp_path / "pid").read_text()))
 
 
@@ -192,12 +200,12 @@ def test_role_servers_that_fail_are_an_error_with_their_last_line(
 ) -> None:
     values = fake_programs(tmp_path, monkeypatch, "sys.exit('error: port 30000 is taken')", "")
     with pytest.raises(ConfigError, match="ended with status 1: error: port 30000 is taken; log: "):
-        launch.train(values, launch.make_plan("train", values))
+        start_training(values)
 
 
 def test_servers_started_elsewhere_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = fake_programs(tmp_path, monkeypatch, SERVE, "sys.exit(0)") | {"start_roles": False}
-    assert launch.train(values, launch.make_plan("train", values)) == 0
+    assert start_training(values) == 0
     assert not (tmp_path / "pid").exists()
 
 
@@ -207,17 +215,17 @@ def test_sigterm_ends_what_was_started(tmp_path: Path) -> None:
         f"import os, pathlib, time\npathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))\ntime.sleep(60)\n"
     )
     program = (
-        "import signal, sys; from pathlib import Path; from agentic.agentflow import launch\n"
-        "signal.signal(signal.SIGTERM, launch._raise_exit)\n"
-        f"plan = launch.Plan([{str(child)!r}], {{}}, {{}}, Path('.'))\n"
-        "with launch.running(plan) as process: process.wait()\n"
+        "import signal, sys; from pathlib import Path; from agentic.common import launching\n"
+        "signal.signal(signal.SIGTERM, launching._raise_exit)\n"
+        f"plan = launching.Plan([{str(child)!r}], {{}}, {{}})\n"
+        "with launching.running(plan) as process: process.wait()\n"
     )
-    parent = subprocess.Popen([sys.executable, "-c", program], cwd=launch.ROOT)
+    parent = subprocess.Popen([sys.executable, "-c", program], cwd=launching.ROOT)
     deadline = time.monotonic() + 60
     while not ((tmp_path / "pid").exists() and (tmp_path / "pid").read_text()) and time.monotonic() < deadline:
         time.sleep(0.05)
     parent.send_signal(signal.SIGTERM)
-    assert parent.wait(30) == 128 + signal.SIGTERM
+    assert parent.wait(90) == 128 + signal.SIGTERM
     assert not is_alive(int((tmp_path / "pid").read_text()))
 
 

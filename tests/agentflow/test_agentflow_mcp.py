@@ -19,7 +19,7 @@ from helpers_agentflow import Play, plan, stage
 pytest.importorskip("mcp")
 
 from agentic.agentflow.tools import Toolbox, execute
-from agentic.agentflow.tools.mcp_tools import load_mcp_tools, read_servers, stop_servers
+from agentic.agentflow.tools.mcp_tools import Server, ServerSettings, load_mcp_tools, read_servers, stop_servers
 from agentic.common.errors import ConfigError, InfrastructureError
 
 SERVER = Path(__file__).parents[1] / "helpers_mcp_server.py"
@@ -87,11 +87,11 @@ async def test_deadline_prefix_environment_and_a_server_that_dies(
 ) -> None:
     monkeypatch.setenv("HIDDEN", "hunter2")
     monkeypatch.setenv("TOKEN", "abc")
-    entry = STDIO | {"prefix": "my_", "timeout_s": 1, "env": {"GIVEN": "x$TOKEN$$"}}
+    entry = STDIO | {"prefix": "my_", "timeout_s": 3, "env": {"GIVEN": "x$TOKEN$$"}}
     tools = {tool.spec.name: tool for tool in load_mcp_tools(write(tmp_path, maths=entry))}
     start = time.monotonic()
     late = await execute(tools["my_wait"], {"seconds": 20})
-    assert not late.ok and "within 1 s" in late.text and time.monotonic() - start < 10
+    assert not late.ok and "within 3 s" in late.text and time.monotonic() - start < 18
     with pytest.raises(InfrastructureError, match="mcp_unavailable:maths"):
         await execute(tools["my_leave"], {})
     assert (await execute(tools["my_secret"], {})).text == "xabc$ None"  # connected again
@@ -137,7 +137,7 @@ if sys.argv[1] == "kill": os.kill(os.getpid(), 9)"""
     for end in ("kill", "exit"):
         done = subprocess.run([sys.executable, "-c", owner, end], capture_output=True, text=True, timeout=60)
         assert done.stdout == "5\n", done.stderr
-        for _ in range(60):
+        for _ in range(300):
             if not alive(tag):
                 break
             time.sleep(0.1)
@@ -170,3 +170,14 @@ def test_names_must_be_unique_and_the_file_must_exist(tmp_path: Path) -> None:
     wrong.write_text("server: {}")
     with pytest.raises(ConfigError, match="one section `servers`"):
         read_servers(str(wrong))
+
+
+async def test_an_answer_that_breaks_the_protocol_is_a_failure_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def breaks(*_: object) -> None:
+        raise RuntimeError("Tool total has an output schema but did not return structured content")
+
+    monkeypatch.setattr(Server, "_call", breaks)
+    loop = asyncio.get_running_loop()
+    server = Server(ServerSettings("maths"), lambda work: asyncio.run_coroutine_threadsafe(work, loop))
+    with pytest.raises(InfrastructureError, match="mcp_bad_response:maths.*structured content"):
+        await server.call("total", {})

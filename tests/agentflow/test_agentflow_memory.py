@@ -85,3 +85,9 @@ def test_plain_text_passes_escaping(text):
 def test_escaping_is_idempotent(text):
     assert escape_block(escape_block(text)) == escape_block(text)
     assert "<|" not in escape_control(text)
+
+
+def test_half_characters_of_a_result_are_mended():
+    memory = new_memory()
+    assert memory.add("t", "\ud800", "c", "a\ud83d\ude00\udfff").result == "a\U0001f600\ufffd"
+    memory.render().encode()

@@ -190,3 +190,8 @@ def test_reasoning_is_removed():
     assert strip_reasoning("<think>a</think> b <|im_end|>") == "b"
     assert strip_reasoning("a</think>b") == "b"
     assert strip_reasoning("b<think>cut off") == "b"
+
+
+def test_escapes_of_half_characters_become_whole_or_a_mark():
+    commands = parse_command(r'tool.execute(query="\ud83d\ude00 \ud800", more=["\udfff"])')
+    assert [command.kwargs for command in commands] == [{"query": "\U0001f600 \ufffd", "more": ["\ufffd"]}]

@@ -70,7 +70,7 @@ def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
 
 def settings(site: Site, **changes: Any) -> WebSettings:
     given: dict[str, Any] = {"search_url": site.url + "/search?q={query}&format=json", "search_fields": FIELDS}
-    given |= {"wikipedia_url": site.url + "/w/api.php", "private_addresses": True, "timeout_s": 3.0}
+    given |= {"wikipedia_url": site.url + "/w/api.php", "private_addresses": True, "timeout_s": 30.0}
     return WebSettings(**(given | changes))
 
 
@@ -252,3 +252,19 @@ def test_a_module_without_exactly_one_tool_is_an_error(one_file: str) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             tool_class(name)
+
+
+async def test_malformed_pages_and_results_end_no_run(site: Site) -> None:
+    odd = b"<p>one<![if IE]>two<![endif]><![foo[x]]>three<![%y]>four</p><![unclosed"
+    site.pages["/odd"] = (200, {"Content-Type": "text/html; charset=no-such-charset"}, odd)
+    result = await execute(WebPage(settings(site)), {"url": site.url + "/odd", "query": "one"})
+    assert result.ok and "onetwothreefour" in result.text
+    found = {"results": [{"title": "t", "url": "http://[bad", "content": "c"}]}
+    site.pages["/search"] = (200, JSON, json.dumps(found).encode())
+    assert (await execute(WebSearch(settings(site)), {"query": "x"})).meta == {"found": 1, "blocked": 1}
+
+
+async def test_an_error_that_wikipedia_reports_is_not_an_empty_result(site: Site) -> None:
+    site.pages["/w/api.php"] = (200, JSON, json.dumps({"error": {"code": "ratelimited"}}).encode())
+    with pytest.raises(InfrastructureError, match="wikipedia_search_unavailable.*ratelimited"):
+        await execute(WikipediaSearch(settings(site)), {"query": "Paris"})

@@ -23,7 +23,9 @@ def test_the_right_plan_gives_the_label(kind: str) -> None:
         assert str(results[-1]) == problem.label
         assert 0 <= int(problem.label) <= tiny_world.MAX_NUMBER
         for number in (a for step in problem.steps for a in step.arguments if a.isdigit()):
-            assert f" {number} " in problem.question or number in map(str, results[:-1]), "numbers are copied, not invented"
+            assert f" {number} " in problem.question or number in map(
+                str, results[:-1]
+            ), "numbers are copied, not invented"
 
 
 @pytest.mark.parametrize("kind", [k for k in tiny_world.KINDS if k not in tiny_world.TWO_STEP_KINDS])
@@ -78,8 +80,23 @@ def test_planner_errs_as_often_as_the_bias_says() -> None:
 
 def test_make_tiny_model_is_deterministic_and_keeps_numbers_whole(tmp_path) -> None:
     for name in ("a", "b"):
-        flags = ["--world-dir", str(tmp_path / name / "world"), "--output", str(tmp_path / name / "model"), "--n-sft", "80"]
-        command = [sys.executable, str(ROOT / "tools/make_tiny_model.py"), *flags, "--n-train", "8", "--n-heldout", "8"]
+        flags = [
+            "--world-dir",
+            str(tmp_path / name / "world"),
+            "--output",
+            str(tmp_path / name / "model"),
+            "--n-sft",
+            "80",
+        ]
+        command = [
+            sys.executable,
+            str(ROOT / "tools/make_tiny_model.py"),
+            *flags,
+            "--n-train",
+            "8",
+            "--n-heldout",
+            "8",
+        ]
         subprocess.run(command, check=True, capture_output=True)
     for file in ("model.safetensors", "tokenizer.json", "config.json"):
         assert (tmp_path / "a" / "model" / file).read_bytes() == (tmp_path / "b" / "model" / file).read_bytes()

@@ -34,7 +34,7 @@ def test_extract_boxed_takes_the_last_balanced_one(text: str, expected: str | No
 def test_extract_boxed_is_linear() -> None:
     start = time.perf_counter()
     assert extract_boxed("\\boxed{" * 50_000 + "1}") == "1"
-    assert time.perf_counter() - start < 1
+    assert time.perf_counter() - start < 10  # quadratic: minutes
 
 
 def test_extract_answer_tag_takes_the_last_complete_one() -> None:

@@ -73,6 +73,8 @@ def test_room_for() -> None:
         (Reply("x", meta={"prompt_tokens": 3}), "engine saw 3 prompt tokens"),
         (Reply("x", meta={"output_token_logprobs": []}), "no output_token_logprobs"),
         (Reply("x", meta={"output_token_logprobs": [[-0.1, 9, None]]}), "output_ids differ"),
+        (Reply("x", meta={"output_token_logprobs": [[None, 9, None]]}), "no pairs of numbers"),
+        (Reply("x", meta={"output_token_logprobs": [[-0.1]]}), "no pairs of numbers"),
         (Reply("x", finish_reason="weird"), "finish_reason"),
         (Reply("context too long", status=400), "HTTP 400"),
     ],
@@ -120,12 +122,12 @@ async def test_a_dropped_connection_is_tried_again_at_once_even_without_retries(
 
 
 async def test_timeout_has_a_deadline_per_attempt_and_is_typed() -> None:
-    with FakeEngine(lambda prompt: Reply("late", delay_s=1.0)) as engine:
+    with FakeEngine(lambda prompt: Reply("late", delay_s=8.0)) as engine:
         client = FrozenClient(frozen_role("judge", engine.url, retries=1, timeout_s=0.1), FakeTokenizer())
         start = time.perf_counter()
         with pytest.raises(RoleTimeout) as caught:
             await client.complete(MESSAGES)
-        assert time.perf_counter() - start < 0.8
+        assert time.perf_counter() - start < 6
     assert caught.value.reason == "role_timeout:judge" and len(engine.requests) == 2
 
 
@@ -177,8 +179,8 @@ async def test_semaphore_bounds_calls_in_flight_per_role() -> None:
 
 
 async def test_waiting_for_the_semaphore_does_not_use_up_the_deadline() -> None:
-    with FakeEngine(lambda prompt: Reply("x", delay_s=0.1)) as engine:
-        role = frozen_role("executor", engine.url, max_concurrency=1, timeout_s=0.3)
+    with FakeEngine(lambda prompt: Reply("x", delay_s=0.3)) as engine:
+        role = frozen_role("executor", engine.url, max_concurrency=1, timeout_s=1.5)
         done = await asyncio.gather(*(FrozenClient(role, FakeTokenizer()).complete(MESSAGES) for _ in range(6)))
     assert [one.text for one in done] == ["x"] * 6
 
@@ -192,3 +194,13 @@ def test_clients_work_from_one_event_loop_after_another() -> None:
             return text
 
         assert [asyncio.run(call()), asyncio.run(call())] == ["x", "x"]
+
+
+async def test_errors_of_the_socket_are_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def reset(*_: object) -> tuple[int, bytes]:
+        raise ConnectionResetError("Cannot write to closing transport")
+
+    monkeypatch.setattr(clients, "_post_once", reset)
+    client = FrozenClient(frozen_role("executor", "http://127.0.0.1:9", retries=1), FakeTokenizer())
+    with pytest.raises(RoleUnavailable, match="ConnectionResetError"):
+        await client.complete(MESSAGES)

@@ -67,7 +67,7 @@ async def main():
         await score(CachedJudge(Client("VERDICT: True"), {str(path)!r}, "m"), f"answer {{sys.argv[1]}} {{n}}")
 asyncio.run(main())"""
     writers = [subprocess.Popen([sys.executable, "-c", writer, name]) for name in "ab"]
-    assert [process.wait(60) for process in writers] == [0, 0]
+    assert [process.wait(240) for process in writers] == [0, 0]
     database = sqlite3.connect(path)
     assert database.execute("SELECT count(*) FROM verdicts").fetchone() == (80,)
     assert database.execute("PRAGMA journal_mode").fetchone() == ("wal",)

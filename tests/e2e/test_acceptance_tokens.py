@@ -46,11 +46,12 @@ def parse(folder: Path, engine_url: str, router_port: int, model: Path) -> Names
     """Flags of a rollout on the running router; the frozen roles ask the same engine directly."""
     from slime.utils.arguments import parse_args
 
-    frozen = {"url": engine_url, "tokenizer": str(model), "max_new_tokens": 24}
+    frozen: dict[str, Any] = {"url": engine_url, "tokenizer": str(model), "max_new_tokens": 24}
     names = ("executor", "verifier", "base_generator", "python_coder", "generator")
-    roles = {"planner": {"url": "policy", "max_new_tokens": 24}, **{name: frozen for name in names}}
+    planner: dict[str, Any] = {"url": "policy", "max_new_tokens": 24}
+    roles = {"planner": planner, **{name: frozen for name in names}}
     (folder / "roles.yaml").write_text(yaml.safe_dump({"roles": roles}))
-    settings = {"roles": str(folder / "roles.yaml"), "prompt_set": "compact", "judge": "rule_only"}
+    settings: dict[str, Any] = {"roles": str(folder / "roles.yaml"), "prompt_set": "compact", "judge": "rule_only"}
     settings |= {"max_context_len": 1024, "turn_weighting": "token_mean"}
     config = folder / "agentflow.yaml"
     config.write_text(yaml.safe_dump({f"agentflow_{name}": value for name, value in settings.items()}))
@@ -77,6 +78,7 @@ def parse(folder: Path, engine_url: str, router_port: int, model: Path) -> Names
 def roll_out(args: Namespace) -> tuple[list[Any], dict[str, list[Any]]]:
     """Samples and train data of one rollout, by the functions that the rollout manager calls."""
     from slime.rollout import conversion
+    from slime.rollout.base_types import RolloutFnTrainOutput
     from slime.rollout.data_source import RolloutDataSourceWithBuffer
     from slime.rollout.sglang_rollout import generate_rollout
     from slime.utils.http_utils import init_http_client
@@ -84,6 +86,7 @@ def roll_out(args: Namespace) -> tuple[list[Any], dict[str, list[Any]]]:
     SingletonMeta.clear_instances()
     init_http_client(args)
     output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    assert isinstance(output, RolloutFnTrainOutput)
     samples = conversion.flatten_samples(output.samples)
     return samples, conversion.convert_samples_to_train_data(args, samples)
 

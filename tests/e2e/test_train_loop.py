@@ -13,7 +13,7 @@ from helpers_ray import World, descendants, living, make_world, run_train, start
 
 pytestmark = pytest.mark.slow
 
-STOP_LIMIT_S = 20
+STOP_LIMIT_S = 60
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_one_and_two_ranks_agree_and_a_killed_run_goes_on(world: World) -> None:
     flags = sft_flags(world, "killed", "--save", str(checkpoint), "--load", str(checkpoint), "--save-interval", "1")
     tracker = checkpoint / "latest_checkpointed_iteration.txt"
     process = start_train([*flags, *one], log)
-    wait_until(tracker.exists, 120, "the first checkpoint")
+    wait_until(tracker.exists, 400, "the first checkpoint")
     process.kill()
     process.wait()
     saved = int(tracker.read_text())
@@ -90,7 +90,7 @@ def test_a_signal_ends_everything(world: World, signum: signal.Signals, code: in
     flags = sft_flags(world, "run", "--rollout-function-path", "helpers_ray.hanging_rollout")
     process = start_train([*flags, "--actor-num-gpus-per-node", "2"], world.folder / "out.log")
     driver = psutil.Process(process.pid)
-    wait_until(lambda: "rollouts:" in (world.folder / "out.log").read_text(), 120, "the loop")
+    wait_until(lambda: "rollouts:" in (world.folder / "out.log").read_text(), 400, "the loop")
     seen = descendants(driver)
     start = time.monotonic()
     process.send_signal(signum)
@@ -133,7 +133,7 @@ def test_a_taken_router_port_is_bad_input(world: World) -> None:
     log = world.folder / "out.log"
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
-        assert run_train(grpo_flags(world, "run", "--num-rollout", "1", "--sglang-router-port", port), log, 60) == 2
+        assert run_train(grpo_flags(world, "run", "--num-rollout", "1", "--sglang-router-port", port), log) == 2
     last = log.read_text().splitlines()[-1]
     assert last.startswith(f"error: --sglang-router-port {port}:")
 

@@ -83,6 +83,12 @@ def test_rollout_log_probs_can_be_the_old_policy() -> None:
     assert float(metrics["ppo_kl"]) == pytest.approx(0.1, abs=1e-6)
 
 
+def test_missing_rollout_log_probs_are_named() -> None:
+    args = helpers.make_args("x", use_kl_loss=False, use_rollout_logprobs=True)
+    with pytest.raises(ValueError, match="--use-rollout-logprobs"):
+        _policy(args, _batch([[1, 0]], [1.0], [1.0]), [torch.tensor([-1.1, 0.0])])
+
+
 def test_sft_loss_is_the_mean_negative_log_likelihood() -> None:
     args = helpers.make_args("x", loss_type="sft_loss")
     batch = _batch([[1, 0, 1], [1]], [2.0, 1.0], [0.0, 0.0])

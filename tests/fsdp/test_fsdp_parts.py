@@ -88,6 +88,7 @@ def test_batches_keep_rows_together() -> None:
         ({"lr_decay_style": "cosine", "lr_decay_iters": 2}, [1.0, 0.55, 0.1]),
         ({"lr_decay_style": "WSD", "lr_decay_iters": 4, "lr_wsd_decay_iters": 2}, [1.0, 1.0, 1.0, 0.55, 0.1]),
         ({"lr_decay_style": "linear", "num_rollout": 2, "global_batch_size": 4}, [1.0, 0.775]),
+        ({"lr_decay_style": "linear", "num_rollout": 2, "global_batch_size": 5}, [1.0, 0.775]),  # 8 rollouts: 5 + 3
     ],
 )
 def test_learning_rates(flags: dict[str, Any], wanted: list[float]) -> None:
@@ -120,6 +121,7 @@ def test_finding_a_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert checkpoint.find_checkpoint(str(tmp_path)) == first
     assert checkpoint.find_checkpoint(str(first)) == first
     _fake_iteration(tmp_path, 2, complete=False)
+    _fake_iteration(tmp_path, 9)  # of an earlier run
     checkpoint.write_text_atomically(tmp_path / checkpoint.TRACKER, "2\n")
     assert checkpoint.find_checkpoint(str(tmp_path)) == first and "not a complete checkpoint" in caplog.text
     with pytest.raises(FileNotFoundError, match="--ckpt-step 2"):

@@ -96,8 +96,10 @@ def _resume_and_die(folder: Path, model_dir: Path, load: Path) -> None:
 
     folder.mkdir(exist_ok=True)
     trainer = FSDPTrainer()
-    start = trainer.init(helpers.make_args(model_dir, load=str(load), save=str(load)), with_ref=True)
-    result = {"start": start, "weights_0": _state(trainer), "rollout_1": _train(trainer, start)}
+    # eps: another value than the stored one, too close to it to matter
+    start = trainer.init(helpers.make_args(model_dir, load=str(load), save=str(load), adam_eps=1.001e-8), with_ref=True)
+    groups = [(group["eps"], group["weight_decay"]) for group in trainer.optimizer.param_groups]
+    result = {"start": start, "groups": groups, "weights_0": _state(trainer), "rollout_1": _train(trainer, start)}
     torch.save({**result, "weights_1": _state(trainer)}, folder / "result.pt")
     checkpoint.get_optimizer_state_dict = lambda *_: os.kill(os.getpid(), 9)
     trainer.save_model(1)
@@ -172,6 +174,10 @@ def test_resume_on_fewer_ranks_continues_exactly(runs: dict[str, Any]) -> None:
     wanted, seen = _numbers(runs["two"]["rollout_1"]), _numbers(runs["resumed"]["rollout_1"])
     assert seen == pytest.approx(wanted, rel=1e-5, abs=1e-5)
     assert _gap(runs["resumed"]["weights_1"], runs["two"]["weights_1"]) < 1e-4
+
+
+def test_optimizer_flags_win_over_stored_ones(runs: dict[str, Any]) -> None:
+    assert runs["resumed"]["groups"] == [(1.001e-8, 0.1), (1.001e-8, 0.0)]
 
 
 def test_save_killed_midway_leaves_the_previous_checkpoint(runs: dict[str, Any]) -> None:

@@ -47,7 +47,7 @@ class Bench:
         (self.folder / name).write_text(json.dumps(records))
 
     def run(self, engine: FakeEngine, *flags: str, arms: tuple[str, ...] = ("memagent",), lengths: str = "5") -> int:
-        roles = {arm: {"url": engine.url, "tokenizer": "t", "retries": 0, "timeout_s": 5} for arm in arms}
+        roles = {arm: {"url": engine.url, "tokenizer": "t", "retries": 0, "timeout_s": 60} for arm in arms}
         (self.folder / "roles.yaml").write_text(yaml.safe_dump({"roles": roles}))
         argv = ["--data", str(self.folder), "--roles", str(self.folder / "roles.yaml"), "--out", str(self.out)]
         argv += ["--config", str(self.folder / "memagent.yaml"), "--lengths", lengths, "--runs", "1"]

@@ -358,3 +358,11 @@ def test_agents_are_cached_by_settings(tmp_path, monkeypatch):
         assert get_agent(s.args) is first and len(agent_module._AGENTS) == 1
         s.args.memagent_chunk_tokens = 41
         assert get_agent(s.args) is not first
+
+
+async def test_a_question_that_is_no_unicode_fails_its_rollout_only(tmp_path, monkeypatch):
+    with stage(tmp_path, monkeypatch, Play()) as s:
+        given = s.sample()
+        given.prompt = "What colour \ud800?"
+        members = await s.run(given)
+    assert members[0].metadata["failure_reason"] == "question_not_text" and members[0].remove_sample

@@ -68,6 +68,16 @@ def test_position_survives_save_and_load(args, shuffle):
     assert resumed.get_metadata() == {"note": [1, 2]}
 
 
+def test_position_is_found_when_load_names_one_iteration(args, tmp_path):
+    source = RolloutDataSource(args)
+    source.get_samples(3)
+    source.save(4)
+    args.load = str(tmp_path / "ck" / "iter_0000005")
+    resumed = RolloutDataSource(args)
+    resumed.load(4)
+    assert prompts(resumed.get_samples(1)) == ["p3"]
+
+
 def test_state_file_is_plain_and_at_the_contract_path(args, tmp_path):
     source = RolloutDataSource(args)
     source.get_samples(1)

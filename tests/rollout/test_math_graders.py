@@ -144,7 +144,7 @@ def test_hostile_text_is_refused_quickly_and_never_run(text):
     start = time.perf_counter()
     assert not grade_answer_sympy(text, "1+x/3")
     assert not grade_answer_sympy("1+x/3", text)
-    assert time.perf_counter() - start < 1.0
+    assert time.perf_counter() - start < 10.0  # evaluating any of them would take far longer, or for ever
 
 
 @pytest.mark.parametrize("text", ["", "1 2", "(1", "1)", "1+", "*2", "a.b", "f'x'", "[1]", "\\frac{1}"])

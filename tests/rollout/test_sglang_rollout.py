@@ -79,6 +79,13 @@ async def test_generate_sends_ids_and_keeps_what_comes_back(make_args, engine):
     assert sample.response == "text of 2"
 
 
+async def test_a_request_without_an_answer_ends_at_the_deadline(make_args, engine):
+    args = make_args(sglang_router_request_timeout_secs=0.2)
+    engine.hold = lambda payload: True
+    with pytest.raises(TimeoutError, match="--sglang-router-request-timeout-secs 0.2"):
+        await asyncio.wait_for(sr.generate(args, Sample(prompt="hey"), params(args)), 30)
+
+
 async def test_list_prompts_are_rendered_with_the_template(make_args, engine):
     args = make_args()
     await sr.generate(args, Sample(prompt=[{"role": "user", "content": "hi"}]), params(args))
@@ -244,6 +251,13 @@ async def test_old_tokens_are_masked_off_policy_and_new_ones_are_not(make_args):
     assert result.loss_mask == [0, 0, 1, 1]
 
 
+async def test_a_finished_fan_out_of_an_earlier_rollout_is_masked_as_well(make_args):
+    args = make_args(partial_rollout=True, mask_offpolicy_in_partial_rollout=True)
+    episode = [Sample(tokens=[1, 2], response_length=1, status=Sample.Status.COMPLETED) for _ in range(2)]
+    result = await sr.generate_and_rm(args, episode, params(args))
+    assert [s.loss_mask for s in result] == [[0], [0]] and [s.reward for s in result] == [1.0, 1.0]
+
+
 async def test_group_members_get_sessions_seeds_and_own_parameters(make_args, engine):
     args = make_args(sglang_enable_deterministic_inference=True)
     group = await sr.generate_and_rm_group(args, [Sample(prompt="a"), Sample(prompt="a")], params(args))
@@ -266,12 +280,12 @@ async def test_an_error_in_a_hook_cancels_its_siblings(make_args):
     start = time.monotonic()
     with pytest.raises(KeyError, match="bug in the hook"):
         await sr.generate_and_rm_group(args, [Sample(index=0), Sample(index=1)], params(args))
-    assert time.monotonic() - start < 5 and len(asyncio.all_tasks()) == 1
+    assert time.monotonic() - start < 20 and len(asyncio.all_tasks()) == 1
 
 
 async def test_the_semaphore_limits_model_calls(make_args, engine):
     args = make_args(sglang_server_concurrency=2)
-    engine.delay_s = 0.05
+    engine.delay_s = 0.3  # long enough that two requests meet on a loaded machine
     await asyncio.gather(*(sr.generate(args, Sample(prompt="a"), params(args)) for _ in range(6)))
     assert engine.max_running == 2 and len(engine.requests) == 6
 
@@ -291,7 +305,7 @@ def test_two_event_loops_can_generate_at_the_same_time(make_args, engine):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert [s.status for s in done] == [Sample.Status.COMPLETED] * 4
 
 
@@ -374,7 +388,7 @@ def test_without_partial_rollout_surplus_is_cancelled(make_args, engine):
     source = RolloutDataSourceWithBuffer(args)
     start = time.monotonic()
     output = sr.generate_rollout(args, 0, source)
-    assert indices(output) == [[0, 1], [2, 3]] and time.monotonic() - start < 10
+    assert indices(output) == [[0, 1], [2, 3]] and time.monotonic() - start < 45
     assert engine.aborts >= 1 and source.get_buffer_length() == 0 and engine.running == 0
 
 
@@ -406,7 +420,7 @@ def test_abort_does_not_wait_for_slow_rewards(make_args, monkeypatch, partial):
     source = RolloutDataSourceWithBuffer(args)
     start = time.monotonic()
     output = sr.generate_rollout(args, 0, source)
-    assert time.monotonic() - start < 10 and len(output.samples) == 2
+    assert time.monotonic() - start < 45 and len(output.samples) == 2
     assert source.get_buffer_length() == int(partial)
     if partial:  # generated, not scored yet: the next rollout scores it without generating again
         args.custom_rm_path = f"{HERE}.reward_one"

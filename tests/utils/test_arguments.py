@@ -120,6 +120,15 @@ def test_placement(cli: Cli) -> None:
     assert (alone.rollout_num_gpus, alone.colocate, alone.offload_rollout) == (0, False, False)
 
 
+def test_save_without_an_interval_says_that_nothing_is_written(
+    cli: Cli, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cli.parse("--save", tmp_path, "--save-interval", 1)
+    assert "no checkpoint" not in caplog.text
+    cli.parse("--save", tmp_path)
+    assert f"--save {tmp_path}: no checkpoint will be written without --save-interval" in caplog.text
+
+
 def test_recorded_rollouts_need_no_engines(cli: Cli) -> None:
     args = cli.parse("--load-debug-rollout-data", "x_{rollout_id}.pt", without=("--rollout-num-gpus",))
     assert args.debug_train_only is True
@@ -168,6 +177,7 @@ def test_recorded_rollouts_need_no_engines(cli: Cli) -> None:
         ("--load-debug-rollout-data-subsample 0.5", "--load-debug-rollout-data-subsample: needs"),
         ("--rollout-num-gpus 3 --rollout-num-gpus-per-engine 2", "--rollout-num-gpus 3: must be a multiple of"),
         ("--rollout-max-context-len 9 --rollout-max-prompt-len 9", "--rollout-max-prompt-len 9: must be at most"),
+        ("--disable-compute-advantages-and-returns", "--loss-type policy_loss needs advantages"),
         ("--loss-type custom_loss", "--loss-type custom_loss: needs --custom-loss-function-path"),
         ("--custom-loss-function-path a.b", "--custom-loss-function-path: has no effect with --loss-type policy_loss"),
         ("--update-weight-transport disk", "--update-weight-transport disk: needs --update-weight-disk-dir"),
@@ -289,7 +299,7 @@ def test_router_port_must_be_free(cli: Cli, capsys: pytest.CaptureFixture[str]) 
         taken.listen()
         port = taken.getsockname()[1]
         message = error_of(capsys, cli, "--sglang-router-port", port)
-        assert message.startswith(f"--sglang-router-port {port}: not available")
+        assert message.startswith(f"--sglang-router-port {port}: port {port} on 127.0.0.1 cannot be used")
         assert cli.parse("--sglang-router-port", port, "--sglang-router-ip", "127.0.0.1").sglang_router_port == port
 
 

@@ -204,3 +204,11 @@ def test_get_source() -> None:
     assert get_source(named) == "attr"
     assert get_source(Sample(metadata={"source_name": "meta"})) == "meta"
     assert get_source(Sample()) == "unknown"
+
+
+def test_a_record_without_the_label_is_named_before_anything_starts(tmp_path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "a", "label": "1"}\n{"prompt": "b", "answer": "2"}\n')
+    assert check_prompt_file(str(path), "prompt") == 2
+    with pytest.raises(ValueError, match=r"data.jsonl:2: record has no key 'label'.*answer"):
+        check_prompt_file(str(path), "prompt", "label")

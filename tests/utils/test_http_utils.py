@@ -6,7 +6,6 @@ import asyncio
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
@@ -27,7 +26,7 @@ class Server(ThreadingHTTPServer):
     answers: list[tuple[int, str]]
     seen: list[Any]
     active = peak = 0
-    delay = 0.0
+    release: threading.Event
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -40,7 +39,7 @@ class Handler(BaseHTTPRequestHandler):
         self.server.active += 1
         self.server.peak = max(self.server.peak, self.server.active)
         if self.path == "/slow":
-            time.sleep(self.server.delay)
+            self.server.release.wait(60)
         self.server.active -= 1
         self.answer(*(self.server.answers.pop(0) if self.server.answers else (200, json.dumps({"echo": body}))))
 
@@ -60,7 +59,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     server = Server(("127.0.0.1", 0), Handler)
-    server.answers, server.seen = [], []
+    server.answers, server.seen, server.release = [], [], threading.Event()
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     monkeypatch.setattr(http_utils, "_FIRST_DELAY_S", 0.001)
     init_http_client(engines(8))
@@ -127,11 +126,12 @@ async def test_get_is_not_retried(server: Server) -> None:
 
 async def test_connection_limit_holds_and_abort_overtakes(server: Server) -> None:
     init_http_client(engines(1, gpus=2))
-    server.delay = 0.2
     slow = [asyncio.create_task(post(url(server, "/slow"), {"i": i})) for i in range(6)]
-    await asyncio.sleep(0.1)
+    while server.active < 2:
+        await asyncio.sleep(0.01)
     await post(url(server, "/abort_request"), {"abort_all": True})
     assert sum(task.done() for task in slow) == 0
+    server.release.set()
     assert len(await asyncio.gather(*slow)) == 6
     assert server.peak <= 3  # two generations and the abort
 

@@ -4,7 +4,8 @@ Inputs: a directory with the files `<role>.txt` for every role of `FIELDS`. `${f
 written `$$`. A line `---` splits the system message above it from the user message below it; without that line the
 file is one user message. `memory_entry.txt` renders one memory entry and is used verbatim, entries are concatenated.
 Invariants: a set is checked completely when it is loaded; rendering is a pure function of the fields, so a replay
-gives the same prompt ids. Chat control tokens inside field values are broken up, whatever their source.
+gives the same prompt ids. Chat control tokens inside field values are broken up, whatever their source, and values that
+are no valid Unicode are mended.
 Leaves out: tokenisation and the chat template (see `agentic.common.clients`).
 """
 
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 
-from agentic.agentflow.escape import escape_control
+from agentic.agentflow.escape import escape_control, well_formed
 from agentic.common.errors import ConfigError
 from agentic.common.templates import read_template
 
@@ -74,7 +75,8 @@ class PromptSet:
     def _fill(self, role: str, template: str, fields: Mapping[str, str | int]) -> str:
         if set(fields) != set(FIELDS[role]):
             raise TypeError(f"prompt {role!r} takes the fields {FIELDS[role]}, got {tuple(fields)}")
-        return Template(template).substitute({key: escape_control(str(value)) for key, value in fields.items()})
+        texts = {key: escape_control(well_formed(str(value))) for key, value in fields.items()}
+        return Template(template).substitute(texts)
 
 
 def _read(path: Path, role: str) -> str:

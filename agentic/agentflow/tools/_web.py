@@ -50,8 +50,11 @@ class Page:
 
 
 def is_blocked(url: str, domains: Iterable[str]) -> bool:
-    """Whether the URL's host is one of the domains or below one."""
-    host = (urlsplit(url).hostname or "").rstrip(".").lower()
+    """Whether the URL's host is one of the domains or below one; a URL that cannot be read counts as blocked."""
+    try:
+        host = (urlsplit(url).hostname or "").rstrip(".").lower()
+    except ValueError:
+        return True
     return any(host == domain or host.endswith("." + domain) for domain in (d.lower().strip(". ") for d in domains))
 
 
@@ -106,8 +109,15 @@ async def _read(response: httpx.Response, max_bytes: int) -> Page:
         body += chunk
         if len(body) > max_bytes:
             break
-    text = bytes(body[:max_bytes]).decode(response.charset_encoding or "utf-8", errors="replace")
+    text = _decode(bytes(body[:max_bytes]), response.charset_encoding or "utf-8")
     return Page(str(response.url), text, "html" in kind, len(body) > max_bytes)
+
+
+def _decode(body: bytes, charset: str) -> str:
+    try:
+        return body.decode(charset, errors="replace")
+    except (LookupError, UnicodeError):  # the page names a charset that there is not, or that cannot replace
+        return body.decode(errors="replace")
 
 
 class _Text(HTMLParser):
@@ -133,6 +143,11 @@ class _Text(HTMLParser):
     def handle_data(self, data: str) -> None:
         if not self._skipping:
             self.parts.append(data)
+
+    def parse_marked_section(self, i: int, report: int = 1) -> int:
+        """`<![...]>`; the one of the standard library fails on sections that it does not know."""
+        end = self.rawdata.find(">", i)
+        return end + 1 if end >= 0 else -1
 
 
 def visible_text(html: str) -> str:

@@ -157,6 +157,8 @@ class Server:
             return ToolResult(False, f"Error: {error}", {"error": "mcp", "code": error.code})
         except asyncio.TimeoutError:
             return _too_late(timeout_s)
+        except (RuntimeError, ValueError) as error:  # what the client raises for an answer that breaks the protocol
+            raise InfrastructureError(f"mcp_bad_response:{self.settings.name}", _innermost(error)) from error
 
     async def _call(self, tool: str, arguments: dict[str, Any]) -> Any:
         client = await self._connected()

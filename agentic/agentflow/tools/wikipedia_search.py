@@ -12,6 +12,7 @@ from agentic.agentflow.memory import truncate_middle
 from agentic.agentflow.tools._backend import ask, check_template, value_at
 from agentic.agentflow.tools._web import is_blocked
 from agentic.agentflow.tools.base import Kit, ToolResult, ToolSpec, WebSettings
+from agentic.common.errors import InfrastructureError
 
 PAGES = 3
 PAGE_CHARS = 1500
@@ -47,6 +48,8 @@ class WikipediaSearch:
     async def run(self, query: str) -> ToolResult:
         """Title, address and introduction of up to three pages."""
         data = await ask(self.spec.name, self._url, query, self._settings.timeout_s)
+        if not isinstance(data, dict) or "error" in data:  # too many requests, for instance: said with HTTP 200
+            raise InfrastructureError(f"{self.spec.name}_unavailable", str(data)[:200])
         pages: dict[str, Any] = value_at(data, "query.pages") or {}
         found = sorted(pages.values(), key=lambda page: page.get("index", 0))
         kept = [page for page in found if not is_blocked(page.get("fullurl", ""), self._settings.blocked_domains)]

@@ -185,6 +185,8 @@ def find_checkpoint(load: str | None, step: int | None = None) -> Path | None:
 
 def _newest_complete(root: Path, tracked: Path) -> Path | None:
     found = sorted(p for p in root.glob("iter_*") if re.fullmatch(r"iter_\d+", p.name) and _is_complete(p))
+    # What is above the tracked one was left by an earlier run in the same directory.
+    found = [p for p in found if p.name < tracked.name]
     chosen = found[-1] if found else None
     logger.warning("%s is not a complete checkpoint; using %s", tracked, chosen or "Hugging Face weights")
     return chosen
@@ -202,9 +204,13 @@ def _load_optimizer(state: TrainState, optimizer: torch.optim.Optimizer, folder:
         )
         return
     reshard(state.model)
+    flags = [{name: value for name, value in g.items() if name != "params"} for g in optimizer.param_groups]
     values = {"optim_state": {"optim": get_optimizer_state_dict(state.model, optimizer)}}
     dcp.load(values, checkpoint_id=folder)
     set_optimizer_state_dict(state.model, optimizer, values["optim_state"]["optim"])
+    # Weight decay and betas were stored too; what the command line says now must win, as it does for the learning rate.
+    for group, given in zip(optimizer.param_groups, flags, strict=True):
+        group.update(given)
 
 
 def load(folder: Path, state: TrainState) -> Progress:

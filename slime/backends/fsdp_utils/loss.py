@@ -56,6 +56,8 @@ def _pg_reducer(args: Namespace, batch: Batch, default: Reducer) -> Reducer:
 def _old_log_probs(args: Namespace, batch: Batch, log_probs: list[torch.Tensor]) -> list[torch.Tensor]:
     """Log-probs of the behaviour policy. Tokens that are not trained are 0 on both sides of the ratio."""
     if args.use_rollout_logprobs:
+        if "rollout_log_probs" not in batch:
+            raise ValueError("--use-rollout-logprobs: the rollout data hold no rollout_log_probs; remove the flag")
         return [row * (mask != 0) for row, mask in zip(batch["rollout_log_probs"], batch["loss_masks"], strict=True)]
     return batch["log_probs"] if "log_probs" in batch else [row.detach() for row in log_probs]
 

@@ -35,8 +35,9 @@ def planned_steps(args: Namespace) -> int | None:
     """Optimiser steps of the whole run as the flags announce it; None when they do not say."""
     if not args.num_rollout or not args.global_batch_size:
         return None
-    per_rollout = args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size
-    return args.num_rollout * max(per_rollout, 1)
+    # Rounded up: a last step that is not full is padded, not dropped.
+    per_rollout = -(-args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size)
+    return args.num_rollout * per_rollout
 
 
 def learning_rate(args: Namespace, step: int) -> float:

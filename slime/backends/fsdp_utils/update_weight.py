@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
@@ -27,9 +28,12 @@ import torch.distributed as dist
 from slime.backends.fsdp_utils.distributed import DistContext, communication_backend, new_external_group
 from slime.backends.fsdp_utils.hf_export import save_hf
 from slime.backends.fsdp_utils.model import PolicyModel, iter_full_tensors, train_dtype
-from slime.utils.misc import get_free_port, load_function
+from slime.utils.misc import chunk_named_params_by_size, get_free_port, load_function
 
 logger = logging.getLogger(__name__)
+
+# Away from the ports of engines; runs on one machine start looking at different places.
+GROUP_PORTS = range(26000, 32000)
 
 Bucket = list[tuple[str, torch.Tensor]]
 Wait = Callable[[list[Any]], list[Any]]
@@ -64,20 +68,12 @@ def iter_buckets(model: PolicyModel, limit_bytes: int, dtype: torch.dtype, keep:
 
     Collective: every rank must exhaust it. With `keep` False (ranks that only help to gather) nothing is yielded.
     """
-    bucket: Bucket = []
-    size = 0
-    for name, value in iter_full_tensors(model):
-        if not keep:
-            continue
-        tensor = value.to(dtype) if value.is_floating_point() else value
-        length = tensor.numel() * tensor.element_size()
-        if bucket and size + length > limit_bytes:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor.contiguous()))
-        size += length
-    if bucket:
-        yield bucket
+    cast = (
+        (name, (value.to(dtype) if value.is_floating_point() else value).contiguous())
+        for name, value in iter_full_tensors(model)
+        if keep
+    )
+    return chunk_named_params_by_size(cast, limit_bytes)
 
 
 @dataclass
@@ -121,7 +117,7 @@ class WeightUpdater:
 
     def _open_group(self, target: EngineSet) -> dist.ProcessGroup:
         # MASTER_ADDR is the address of rank 0, which is us
-        address, port = os.environ["MASTER_ADDR"], get_free_port(start_port=20000)
+        address, port = os.environ["MASTER_ADDR"], get_free_port(random.SystemRandom().choice(GROUP_PORTS))
         world_size = 1 + sum(target.gpu_counts)
         backend = communication_backend(self.args, self.context.device)
         joining, offset = [], 1

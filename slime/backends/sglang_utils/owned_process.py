@@ -9,6 +9,7 @@ Leaves out: what the child is and when it is ready (server.py, router.py).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -171,4 +172,5 @@ class OwnedProcess:
             guard.kill()
             guard.wait()
         for pid in session_members(guard.pid):  # only when the guard itself was killed
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it ended while we looked
+                os.kill(pid, signal.SIGKILL)

@@ -17,7 +17,6 @@ import yaml
 
 from slime.utils.data import check_prompt_file
 from slime.utils.eval_config import build_eval_dataset_configs, ensure_dataset_list
-from slime.utils.http_utils import is_port_available
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +68,6 @@ def slime_validate_args(args: Namespace) -> None:
     _check_checkpoints(args)
     _resolve_debug_modes(args)
     _resolve_placement(args)
-    _check_router_port(args)
     _resolve_lengths(args)
     _resolve_batches(args)
     _resolve_algorithm(args)
@@ -168,6 +166,8 @@ def _check_checkpoints(args: Namespace) -> None:
         _check_model_dir("--ref-load", args.ref_load)
     if args.save_interval is not None and not (args.save or args.save_hf):
         raise ValueError(f"--save-interval {args.save_interval}: needs --save, the directory to save to")
+    if args.save_interval is None and (args.save or args.save_hf):
+        logger.warning("--save %s: no checkpoint will be written without --save-interval", args.save or args.save_hf)
 
 
 def _check_model_dir(flag: str, path: str) -> None:
@@ -213,16 +213,6 @@ def _resolve_placement(args: Namespace) -> None:
     if args.offload_rollout is None:
         # Without a GPU both sides live in the same memory and there is nothing to release.
         args.offload_rollout = args.colocate and args.use_gpu
-
-
-def _check_router_port(args: Namespace) -> None:
-    """A router is started unless an address is given; its port must then be free."""
-    starts_router = not args.debug_train_only and args.sglang_router_ip is None
-    port = args.sglang_router_port
-    if starts_router and port is not None and not is_port_available(port):
-        raise ValueError(
-            f"--sglang-router-port {port}: not available on this machine; choose another, or leave it out"
-        )
 
 
 def _resolve_lengths(args: Namespace) -> None:
@@ -295,6 +285,12 @@ def _resolve_algorithm(args: Namespace) -> None:
         raise ValueError("--loss-type custom_loss: needs --custom-loss-function-path")
     if args.custom_loss_function_path and args.loss_type != "custom_loss":
         raise ValueError(f"--custom-loss-function-path: has no effect with --loss-type {args.loss_type}")
+    without = not args.compute_advantages_and_returns and not args.rollout_data_postprocess_path
+    if without and args.loss_type == "policy_loss":
+        raise ValueError(
+            "--disable-compute-advantages-and-returns: --loss-type policy_loss needs advantages; drop the flag, use "
+            "another loss, or set them with --rollout-data-postprocess-path"
+        )
     if args.eps_clip_high is None:
         args.eps_clip_high = args.eps_clip
     if args.eval_reward_key is None:
@@ -321,7 +317,8 @@ def _resolve_eval(args: Namespace) -> None:
     if args.eval_datasets and args.group_rm:
         raise ValueError("--group-rm: not available for evaluation; use --eval-function-path or leave evaluation out")
     for dataset in args.eval_datasets:
-        _check_records(f"eval dataset '{dataset.name}'", dataset.path, dataset.input_key or args.input_key)
+        input_key, label_key = dataset.input_key or args.input_key, dataset.label_key or args.label_key
+        _check_records(f"eval dataset '{dataset.name}'", dataset.path, input_key, label_key)
 
 
 def _read_eval_config(path: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -351,12 +348,12 @@ def _check_prompt_data(args: Namespace) -> None:
     if args.multimodal_keys:
         raise ValueError("--multimodal-keys: not available in this version, which loads text prompts only")
     if args.rollout_global_dataset and args.prompt_data and args.data_source_path.startswith(_OWN_DATA_SOURCES):
-        _check_records("--prompt-data", args.prompt_data, args.input_key)
+        _check_records("--prompt-data", args.prompt_data, args.input_key, args.label_key)
 
 
-def _check_records(what: str, path: str, key: str) -> None:
+def _check_records(what: str, path: str, key: str, label_key: str | None) -> None:
     try:
-        count = check_prompt_file(path, key)
+        count = check_prompt_file(path, key, label_key)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{what}: {error}") from error
     except ValueError as error:
