@@ -97,7 +97,9 @@ def _resume_and_die(folder: Path, model_dir: Path, load: Path) -> None:
     folder.mkdir(exist_ok=True)
     trainer = FSDPTrainer()
     # eps: another value than the stored one, too close to it to matter
-    start = trainer.init(helpers.make_args(model_dir, load=str(load), save=str(load), adam_eps=1.001e-8), with_ref=True)
+    start = trainer.init(
+        helpers.make_args(model_dir, load=str(load), save=str(load), adam_eps=1.001e-8), with_ref=True
+    )
     groups = [(group["eps"], group["weight_decay"]) for group in trainer.optimizer.param_groups]
     result = {"start": start, "groups": groups, "weights_0": _state(trainer), "rollout_1": _train(trainer, start)}
     torch.save({**result, "weights_1": _state(trainer)}, folder / "result.pt")
