@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Format, lint, types, architecture and the fast tests; under three minutes. --fix rewrites formatting first.
+# Left to scripts/test.sh: what starts servers (engine), several ranks (tests/fsdp) or whole programs (tests/e2e).
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup_venv.sh"
 setup_venv
@@ -14,4 +15,5 @@ fi
 "$PYTHON" -m isort --check-only -q "${sources[@]}"
 "$PYTHON" -m black --check -q "${sources[@]}"
 "$PYTHON" -m mypy
-"$PYTHON" -m pytest -q --no-header -p no:warnings --durations=5 -m "not slow and not engine"
+"$PYTHON" -m pytest -q --no-header -p no:warnings --durations=5 -m "not slow and not engine" \
+    --ignore tests/fsdp --ignore tests/e2e
