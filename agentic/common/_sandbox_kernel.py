@@ -174,7 +174,7 @@ def enter_private_root(hidden: Iterable[str]) -> None:
             mount("tmpfs", root + path, "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=64k")
     for name, target in DEVICE_LINKS.items():
         os.symlink(target, f"{root}/dev/{name}")
-    os.mkdir(root + "/tmp")
+    os.makedirs(root + "/tmp", exist_ok=True)  # it exists when the interpreter lives below /tmp
     set_mount_flags(root, MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID)
     # A read-only view of /proc would be all that calls could mount later.
     set_mount_flags(root + "/proc", 0, MOUNT_ATTR_RDONLY, recursive=False)
@@ -211,8 +211,15 @@ def _bind(source: int, target: str) -> None:
 
 
 def enter_call_root(size_mb: int) -> None:
-    """In a call's own mount and pid namespaces: an empty /tmp of limited size, and a /proc that shows the call only."""
+    """In a call's own mount and pid namespaces: a /tmp of limited size, and a /proc that shows the call only.
+
+    /tmp is empty but for an interpreter that lives there.
+    """
+    covered = {path: os.open(path, os.O_PATH) for path in interpreter_paths() if path.startswith("/tmp/")}
     mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"mode=755,size={size_mb}m,nr_inodes=16384")
+    for path, source in covered.items():
+        _bind(source, path)
+        os.close(source)
     try:
         mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV)
     except PermissionError:  # containers that mask parts of /proc forbid a fresh one: none at all, then

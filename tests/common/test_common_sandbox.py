@@ -405,3 +405,22 @@ def test_root_that_may_not_become_nobody_is_noticed() -> None:
     if "unshare" in done.stderr and not done.stdout:
         pytest.skip("this kernel refuses user namespaces")
     assert done.stdout == "False\n", done.stderr
+
+
+@NAMESPACES
+def test_an_interpreter_below_tmp_is_isolated_as_well() -> None:
+    """The private root covers /tmp; a checkout with its environment there must not lose isolation, nor late imports."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", f"{folder}/venv"], check=True)
+        code = "import zipfile, os; print(zipfile.__name__, sorted(os.listdir('/tmp')))"
+        script = (
+            f"import asyncio; from agentic.common.sandbox import run_python; print(asyncio.run(run_python({code!r})))"
+        )
+        answer = subprocess.run(
+            [f"{folder}/venv/bin/python", "-c", script],
+            cwd=Path(sandbox.__file__).parents[2],
+            capture_output=True,
+            text=True,
+        )
+    assert "isolated=True" in answer.stdout and "exit_code=0" in answer.stdout, answer
+    assert "zipfile" in answer.stdout
