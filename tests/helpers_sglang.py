@@ -5,7 +5,7 @@ Leaves out: any fake engine. What talks to `running_server` talks to SGLang itse
 
 from __future__ import annotations
 
-import socket
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +17,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from slime.backends.sglang_utils.server import ServerSpec, SGLangServer, default_cpu_options
+from slime.utils.misc import get_free_port
+
+BELOW_EPHEMERAL = (16000, 20900)
 
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
@@ -71,9 +74,8 @@ def save_tiny_model(folder: Path, seed: int = 0) -> Qwen2ForCausalLM:
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+    """A TCP port that was free a moment ago, and that the system does not hand out before a slow server binds it."""
+    return get_free_port(random.randint(*BELOW_EPHEMERAL))
 
 
 @contextmanager

@@ -71,6 +71,9 @@ RECIPES = {
     "smollm2": Recipe(2, 2, 4, 1, 1e-6, 4, "standard", 1, 48, 64, 4096, 1536, gradient_checkpointing=True),
 }
 SFT_BATCH = 16
+# A server binds its port some seconds after we looked. So: below the range from which the system takes ports for outgoing
+# connections, and a random start, which keeps two runs on one machine apart.
+SERVER_PORTS = (21000, 25900)
 SFT_LR = 2e-3
 
 
@@ -260,8 +263,7 @@ def write_configs(run: Run) -> dict[str, Path]:
     recipe, folder = run.recipe, run.output / "run"
     folder.mkdir(exist_ok=True)
     options = {"max-total-tokens": 65536, "max-running-requests": 64, "context-length": recipe.context}
-    # A server binds its port some seconds after we looked: a random start keeps two runs on one machine apart.
-    port = get_free_port(random.randint(31000, 39000))
+    port = get_free_port(random.randint(*SERVER_PORTS))
     server = {"model": str(run.start_model), "port": port, "options": options}
     frozen = {name: {"server": "frozen", "max_new_tokens": recipe.frozen_max_new_tokens} for name in FROZEN_ROLES}
     roles = {"planner": {"url": "policy", "max_new_tokens": recipe.max_new_tokens}, **frozen}

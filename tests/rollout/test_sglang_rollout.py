@@ -402,6 +402,7 @@ def test_partial_rollout_returns_and_resumes_aborted_groups(make_args, engine):
         assert sample.status is Sample.Status.ABORTED and sample.reward is None
         assert sample.response_length == 1 and sample.metadata["start_rollout_id"] == 0
     engine.hold = lambda payload: False
+    args.over_sampling_batch_size = 2  # the resumed groups alone: of more, the first to finish would be kept
     output = sr.generate_rollout(args, 1, source)
     assert indices(output) == [[4, 5], [6, 7]]
     assert all(s.response_length == 2 and s.reward == 1.0 for s in sr.iter_leaves(output.samples))
