@@ -14,10 +14,12 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psutil
@@ -41,8 +43,11 @@ def run_with_ray(main: Callable[[Namespace], Any], args: Namespace) -> int:
     received: list[int] = []
     _raise_on_stop_signals(received)
     try:
-        init_ray(args)
+        with noting_stop_signals(received):
+            init_ray(args)
         _raise_on_stop_signals(received)  # ray.init puts its own SIGTERM handler
+        if received:
+            raise KeyboardInterrupt
         main(args)
         return 0
     except (KeyboardInterrupt, SystemExit) as stop:
@@ -60,6 +65,26 @@ def run_with_ray(main: Callable[[Namespace], Any], args: Namespace) -> int:
         for signum in STOP_SIGNALS:
             signal.signal(signum, signal.SIG_IGN)
         close_ray()
+
+
+@contextmanager
+def noting_stop_signals(received: list[int]) -> Iterator[None]:
+    """Note the stop signals of the block, also those whose exception is lost.
+
+    Python drops an exception raised in a callback around a fork, and ray.init forks a lot.
+    """
+    reader, writer = socket.socketpair()
+    reader.setblocking(False)
+    writer.setblocking(False)
+    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        with suppress(BlockingIOError):
+            received += [number for number in reader.recv(4096) if number in STOP_SIGNALS]
+        reader.close()
+        writer.close()
 
 
 def _raise_on_stop_signals(received: list[int]) -> None:
