@@ -65,7 +65,7 @@ def _sandbox_limits(config: AgentFlowConfig) -> SandboxLimits:
     seconds = config.sandbox_timeout_s
     return SandboxLimits(
         timeout_s=seconds,
-        cpu_s=math.ceil(seconds),
+        cpu_s=math.ceil(seconds) + 1,  # behind the wall clock, so that a loop is told its time limit
         memory_mb=config.sandbox_memory_mb,
         preload=config.sandbox_preload,
     )
