@@ -222,5 +222,6 @@ def small_quickstart() -> int:
     """`tools/quickstart.py` with the tiny recipe cut down to seconds; run by `python -c`."""
     tool = load_tool("quickstart")
     sizes = {"prompts": 2, "samples": 2, "steps_per_rollout": 1, "n_eval": 2, "sft_rows": 32, "sft_rollouts": 1}
-    tool.RECIPES["tiny"] = dataclasses.replace(tool.RECIPES["tiny"], **sizes)
+    recipes = tool.method_of("agentflow").RECIPES
+    recipes["tiny"] = dataclasses.replace(recipes["tiny"], **sizes)
     return int(tool.main(sys.argv[1:]))

@@ -7,8 +7,9 @@ Invariants:
 * every attempt has a deadline (`timeout_s`) and all attempts of a call share one of `timeout_s * (retries + 1)`;
 * only time-outs, transport errors, HTTP 5xx and 429 are repeated; any other HTTP error is final at once;
 * the role's semaphore is held around the call only (waiting for it does not use up the deadline);
+* at most `MAX_ANSWER_BYTES` of an answer are read, a longer one is an error;
 * a failure is a typed error, never an empty text.
-Left out: streaming, tool calls, images; caching.
+Left out: streaming, images; caching; which tool calls of an answer are usable.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import logging
 import os
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -40,6 +42,8 @@ BACKOFF_FIRST_S = 0.25
 BACKOFF_MAX_S = 4.0
 # Servers close idle connections after about 5 s (uvicorn); letting ours go first avoids most dropped calls.
 KEEPALIVE_S = 4.0
+# An answer of 128k tokens with its log-probs has about 5 MB.
+MAX_ANSWER_BYTES = 8 * 2**20
 DROPPED = (aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError, ConnectionResetError)
 
 
@@ -52,6 +56,8 @@ class Completion:
     prompt_tokens: int
     completion_tokens: int
     seconds: float
+    tool_calls: tuple[Any, ...] = ()
+    """As a `chat` server sent them, unchecked (OpenAI form, arguments as JSON text)."""
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -61,6 +67,7 @@ class Completion:
 @dataclass
 class _LoopState:
     client: aiohttp.ClientSession
+    closer: AsyncGenerator[None, None]
     semaphores: dict[tuple[str, str, int], asyncio.Semaphore] = field(default_factory=dict)
 
 
@@ -73,8 +80,24 @@ def _loop_state() -> _LoopState:
         # No pool limit here: concurrency is bounded by the roles' semaphores, time by our own deadlines.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
         timeout = aiohttp.ClientTimeout(total=None)
-        _LOOPS[loop] = _LoopState(aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=False))
+        client = aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=False)
+        _LOOPS[loop] = _LoopState(client, _open_until_the_loop_ends(client))
     return _LOOPS[loop]
+
+
+def _open_until_the_loop_ends(client: aiohttp.ClientSession) -> AsyncGenerator[None, None]:
+    """A started generator: the loop finishes all of these when it shuts down, which closes the connections."""
+
+    async def hold() -> AsyncGenerator[None, None]:
+        try:
+            yield
+        finally:
+            await client.close()
+
+    closer = hold()
+    with suppress(StopIteration):
+        closer.asend(None).send(None)
+    return closer
 
 
 def _semaphore(role: Role) -> asyncio.Semaphore:
@@ -125,6 +148,8 @@ async def _attempt(role: Role, url: str, body: bytes, headers: dict[str, str]) -
         raise RoleUnavailable(role.name, f"{url}: HTTP {status} {_shown(answer, 200)}")
     if status != 200:
         raise RoleBadResponse(role.name, f"{url}: HTTP {status} {_shown(answer, 500)}")
+    if len(answer) > MAX_ANSWER_BYTES:
+        raise RoleBadResponse(role.name, f"{url}: answer has more than {MAX_ANSWER_BYTES} bytes")
     try:
         return orjson.loads(answer)
     except orjson.JSONDecodeError as error:
@@ -146,7 +171,10 @@ async def _post(url: str, body: bytes, headers: dict[str, str]) -> tuple[int, by
 
 async def _post_once(url: str, body: bytes, headers: dict[str, str]) -> tuple[int, bytes]:
     async with _loop_state().client.post(url, data=body, headers=headers) as response:
-        return response.status, await response.read()
+        body = bytearray()
+        while len(body) <= MAX_ANSWER_BYTES and (piece := await response.content.readany()):
+            body += piece
+        return response.status, bytes(body)
 
 
 async def check_reachable(role: Role, timeout_s: float = 10.0) -> None:
@@ -167,9 +195,14 @@ async def check_reachable(role: Role, timeout_s: float = 10.0) -> None:
 # Prompts.
 
 
-def render_ids(tokenizer: Any, messages: Messages) -> list[int]:
+def render_ids(
+    tokenizer: Any, messages: Messages, tools: Sequence[Mapping[str, Any]] | None = None
+) -> list[int]:
     """Token ids of the chat prompt, ready for the assistant's answer."""
-    ids = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
+    options: dict[str, Any] = {"tools": list(tools)} if tools else {}
+    ids = tokenizer.apply_chat_template(
+        messages, tokenize=True, add_generation_prompt=True, return_dict=False, **options
+    )
     return [int(token) for token in ids]
 
 
@@ -318,50 +351,65 @@ class FrozenClient:
         self.max_context_len = max_context_len
         self._tokenizer = tokenizer
 
-    async def complete(self, messages: Messages) -> Completion:
-        """One call with the role's own sampling settings.
+    async def complete(
+        self,
+        messages: Messages,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        sampling: Mapping[str, Any] | None = None,
+    ) -> Completion:
+        """One call with the role's own sampling settings; `sampling` (the role's field names) overrides them.
 
+        `tools` are OpenAI function schemas: a `chat` server gets them, for `generate` the chat template does.
         Raises PromptTooLong (only `generate`), or an InfrastructureError; an aborted call is RoleUnavailable.
         """
         start = time.perf_counter()
-        if self.role.api == "chat":
-            text, finish, prompt, completion = await self._chat(messages)
-        else:
-            text, finish, prompt, completion = await self._generate(messages)
+        params = self._sampling() | dict(sampling or {})
+        ask = self._chat if self.role.api == "chat" else self._generate
+        text, finish, prompt, completion, calls = await ask(messages, params, tools)
         if finish == "abort":
             raise RoleUnavailable(self.role.name, "the engine aborted the request")
-        return Completion(text, finish, prompt, completion, time.perf_counter() - start)
+        return Completion(text, finish, prompt, completion, time.perf_counter() - start, calls)
 
-    async def _generate(self, messages: Messages) -> tuple[str, str, int, int]:
+    async def _generate(
+        self, messages: Messages, params: dict[str, Any], tools: Sequence[Mapping[str, Any]] | None
+    ) -> tuple[str, str, int, int, tuple[Any, ...]]:
         role = self.role
         if self._tokenizer is None:
             self._tokenizer = await asyncio.to_thread(_load_tokenizer, str(role.tokenizer))
-        input_ids = render_ids(self._tokenizer, messages)
-        params = self._sampling()
+        input_ids = render_ids(self._tokenizer, messages, tools)
         params["max_new_tokens"] = room_for(role.name, len(input_ids), params["max_new_tokens"], self.max_context_len)
         data = await _call(role, "/generate", {"input_ids": input_ids, "sampling_params": params})
         meta = _generate_meta(role.name, data)
         counts = meta.get("prompt_tokens", len(input_ids)), meta.get("completion_tokens", 0)
-        return data["text"], _finish(role.name, meta), *counts
+        return data["text"], _finish(role.name, meta), *counts, ()
 
-    async def _chat(self, messages: Messages) -> tuple[str, str, int, int]:
+    async def _chat(
+        self, messages: Messages, params: dict[str, Any], tools: Sequence[Mapping[str, Any]] | None
+    ) -> tuple[str, str, int, int, tuple[Any, ...]]:
         role = self.role
-        params = self._sampling()
         params["max_tokens"] = params.pop("max_new_tokens")
-        payload = {"model": role.model, "messages": messages, **params}
+        payload = {"model": role.model, "messages": messages, **params} | ({"tools": list(tools)} if tools else {})
         data = await _call(role, _chat_path(role, "/chat/completions"), payload, _auth(role))
         try:
-            choice, usage = data["choices"][0], data.get("usage") or {}
-            text, finish = choice["message"].get("content") or "", choice["finish_reason"]
-        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            return _chat_answer(data)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise RoleBadResponse(role.name, f"not a chat completion: {str(data)[:200]}") from error
-        finish = finish if finish in FINISH_REASONS else "stop"
-        return text, finish, usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
 
     def _sampling(self) -> dict[str, Any]:
         role = self.role
         params: dict[str, Any] = {"temperature": role.temperature, "top_p": role.top_p, "stop": list(role.stop)}
         return {"max_new_tokens": role.max_new_tokens} | {k: v for k, v in params.items() if v not in (None, [])}
+
+
+def _chat_answer(data: Any) -> tuple[str, str, int, int, tuple[Any, ...]]:
+    choice, usage = data["choices"][0], data.get("usage") or {}
+    message, finish = choice["message"], choice["finish_reason"]
+    text = message.get("content") or ""
+    if not isinstance(text, str):
+        raise TypeError(f"content is a {type(text).__name__}")
+    counts = int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
+    finish = finish if finish in FINISH_REASONS else "stop"
+    return text, finish, *counts, tuple(message.get("tool_calls") or ())
 
 
 def _chat_path(role: Role, path: str) -> str:

@@ -22,6 +22,7 @@ CURVES = (
     ("tokens", "Trained tokens"),
 )
 WIDTH, HEIGHT, LEFT, BOTTOM = 320, 150, 46, 22
+COLOURS = ("#2f6fde", "#1f9d61", "#c2571a")
 
 
 @dataclass(frozen=True)
@@ -70,14 +71,44 @@ def _curve(name: str, title: str, rows: Sequence[dict[str, Any]]) -> dict[str, A
     return {"title": title, "path": path, "low": f"{low:.3g}", "high": f"{high:.3g}", "last": len(rows) - 1}
 
 
+@dataclass(frozen=True)
+class Chart:
+    """Rates between 0 and 1 over a few labelled positions, evenly spaced; at most three series."""
+
+    title: str
+    labels: Sequence[str]
+    series: dict[str, Sequence[float]]
+
+
+def _chart(chart: Chart) -> dict[str, Any]:
+    width, height = WIDTH - LEFT - 24, HEIGHT - BOTTOM - 10
+    xs = [LEFT + 8 + i / max(len(chart.labels) - 1, 1) * width for i in range(len(chart.labels))]
+    lines = [
+        {
+            "name": name,
+            "colour": colour,
+            "points": [(x, 10 + (1 - value) * height) for x, value in zip(xs, values, strict=True)],
+        }
+        for (name, values), colour in zip(chart.series.items(), COLOURS, strict=False)
+    ]
+    return {"title": chart.title, "ticks": list(zip(xs, chart.labels, strict=True)), "lines": lines}
+
+
 def write_report(
-    path: Path, summary: dict[str, Any], rows: Sequence[dict[str, Any]], episodes: Sequence[Episode]
+    path: Path,
+    summary: dict[str, Any],
+    rows: Sequence[dict[str, Any]],
+    episodes: Sequence[Episode],
+    about: str,
+    charts: Sequence[Chart] = (),
 ) -> None:
-    """Write the page to `path`."""
+    """Write the page to `path`; `about` is a sentence on what was trained."""
     folder = Path(__file__).parent
     environment = Environment(loader=FileSystemLoader(folder), autoescape=select_autoescape(default=True))
     page = environment.get_template("report.html.j2").render(
         summary=summary,
+        about=about,
+        charts=[_chart(chart) for chart in charts],
         curves=[_curve(name, title, rows) for name, title in CURVES],
         episodes=episodes,
         width=WIDTH,

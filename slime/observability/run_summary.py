@@ -13,6 +13,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+BEFORE = 0
+"""Step of the evaluation before training; rollout 0 itself is evaluated only when every rollout is."""
 PHASES = ("rollout", "train", "update_weights", "eval", "save")
 TRAIN_FIELDS = {
     "loss": "train/loss",
@@ -53,12 +55,17 @@ def step_rows(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def eval_results(lines: list[dict[str, Any]]) -> list[dict[str, float]]:
     """Success rate by data set, one entry per evaluation in the order they were made."""
-    found = []
-    for line in lines:
-        if line["step_key"] == "eval/step":
-            names = [key for key in line if key.startswith("eval/") and key.count("/") == 1 and key != "eval/step"]
-            found.append({name.removeprefix("eval/"): line[name] for name in names})
-    return found
+    return [_rates(line) for line in lines if line["step_key"] == "eval/step"]
+
+
+def eval_by_rollout(lines: list[dict[str, Any]]) -> dict[int, dict[str, float]]:
+    """Success rate by data set for every rollout after which was evaluated, and for `BEFORE`."""
+    return {line["eval/step"]: _rates(line) for line in lines if line["step_key"] == "eval/step"}
+
+
+def _rates(line: dict[str, Any]) -> dict[str, float]:
+    names = [key for key in line if key.startswith("eval/") and key.count("/") == 1 and key != "eval/step"]
+    return {name.removeprefix("eval/"): line[name] for name in names}
 
 
 def wilson_interval(rate: float, n: int, z: float = 1.959964) -> tuple[float, float]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from argparse import Namespace
 
 import pytest
-from helpers_agentflow import Play, stage
+from helpers_agentflow import Play, command, stage
+from helpers_agentic import Reply
 
 from agentic.agentflow.convert import custom_convert
 from agentic.agentflow.reward import reward_func
@@ -14,6 +16,7 @@ from agentic.common.errors import ConfigError, TooManyFailures
 from agentic.common.turns import TurnRecord
 from slime.utils.types import Sample
 
+FIELDS = ("sample_indices", "rewards", "rollout_mask_sums")
 KEYS = "tokens response_lengths loss_masks rewards raw_reward truncated sample_indices rollout_log_probs".split()
 
 
@@ -172,6 +175,37 @@ async def test_from_question_to_rows(tmp_path, monkeypatch):
     assert data["raw_reward"] == [1.0] * 3 + [0.0] * 3
     for tokens, length, prompt in zip(data["tokens"], data["response_lengths"], sent, strict=True):
         assert tokens[: len(tokens) - length] == prompt
+
+
+@pytest.mark.parametrize("weighting", ["paper", "token_mean", "uniform_turn"])
+async def test_two_of_eight_failed_rollouts_leave_the_other_groups_alone(tmp_path, monkeypatch, weighting):
+    """The same rollouts twice; the second time the executor is down for the first two questions of group 1."""
+
+    def executor(prompt: str) -> str | Reply:
+        return Reply(status=503) if broken and ("#8 " in prompt or "#9 " in prompt) else command()
+
+    play = Play(command=executor, final=lambda prompt: rf"\boxed{{{prompt.split('#')[1].split()[0]}}}")
+    runs = []
+    with stage(tmp_path, monkeypatch, play, turn_weighting=weighting, max_steps=1) as s:
+        for broken in (False, True):
+            samples = [s.sample(f"#{i} is what?", label=str(i if i % 3 else -1), index=i) for i in range(24)]
+            for index, each in enumerate(samples):
+                each.group_index = index // 8
+            samples = await asyncio.gather(*map(s.run, samples))
+            for each in samples:
+                each.reward = each.reward if each.remove_sample else await reward_func(s.args, each)
+            runs.append(custom_convert(s.args, samples))
+    assert {i for i, mask in zip(runs[1]["sample_indices"], runs[1]["loss_masks"], strict=True) if not any(mask)} == {
+        8,
+        9,
+    }
+    for index in (*range(8), *range(16, 24)):
+        healthy, beside_failures = (
+            [(reward, total) for i, reward, total in zip(*map(run.get, FIELDS), strict=True) if i == index]
+            for run in runs
+        )
+        assert len(healthy) == 2 and healthy == [pytest.approx(row, abs=1e-6) for row in beside_failures]
+    assert len(set(by_index(runs[0]).values())) > 2, "the groups differ, so that a mix-up would show"
 
 
 def padded(samples: list[Sample], batch: int, **settings: object) -> dict:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.observability.report import Call, Episode, Piece, curve_points, write_report
+from slime.observability.report import Call, Chart, Episode, Piece, curve_points, write_report
 from slime.observability.run_summary import eval_results, read_lines, step_rows, wilson_interval
 
 LINES = [
@@ -60,7 +60,8 @@ def test_report_escapes_model_text_and_needs_no_network(tmp_path) -> None:
     summary |= {"eval_before_sampled": 0.1, "eval_after_sampled": 0.6}
     calls = (Call("planner", "x", (Piece("<script>", "trained"),)), Call("tool", "</pre><b>"))
     episode = Episode("Before", "1 < 2 ?", "yes", 0.0, calls)
-    write_report(tmp_path / "report.html", summary, step_rows(LINES), [episode])
+    chart = Chart("Accuracy by chunks", ["4", "32"], {"all": [0.9, 0.8]})
+    write_report(tmp_path / "report.html", summary, step_rows(LINES), [episode], "Only the planner.", [chart])
     page = (tmp_path / "report.html").read_text()
     assert "<script" not in page and "&lt;script&gt;" in page and "&lt;/pre&gt;" in page
     assert "http" not in page.replace("http-equiv", "")
