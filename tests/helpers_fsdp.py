@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from argparse import Namespace
 from collections.abc import Callable
@@ -30,6 +31,9 @@ def make_args(model_dir: Path | str, **overrides: Any) -> Namespace:
         custom_pg_loss_reducer_function_path=None, rollout_data_postprocess_path=None, calculate_per_token_loss=False,
         eps_clip=0.2, eps_clip_high=0.28, eps_clip_c=None, use_kl_loss=True, kl_loss_coef=0.1,
         kl_loss_type="low_var_kl", use_unbiased_kl=False, entropy_coef=0.01,  use_rollout_logprobs=False,
+        use_tis=False, tis_clip=2.0, tis_clip_low=0.0, custom_tis_function_path=None, get_mismatch_metrics=False,
+        use_opsm=False, opsm_delta=1e-4, use_opd=False, opd_kl_coef=1.0, normalize_advantages=False, kl_coef=0.0,
+        gamma=1.0, lambd=1.0, value_clip=0.2, use_rollout_entropy=False, use_critic=False,
         reset_optimizer_states=False, ref_update_interval=None, rollout_temperature=0.8, num_rollout=10,
         rollout_batch_size=4, n_samples_per_prompt=2, global_batch_size=4, micro_batch_size=2, use_dynamic_batch_size=False,
         balance_data=False, balance_by_flops=False, max_tokens_per_gpu=None, update_weight_transport="nccl",
@@ -104,9 +108,15 @@ def _enter(rank: int, function: Callable[..., Any], world_size: int, port: int, 
 
 
 def run_workers(function: Callable[..., Any], world_size: int, *arguments: Any) -> None:
-    """Run `function(*arguments)` in `world_size` fresh processes that find each other; raises when one fails."""
+    """Run `function(*arguments)` in `world_size` fresh processes that find each other; raises when one fails.
+
+    They are forked from a server that has imported the trainer once, and has never run anything.
+    """
     port = get_free_port(21000 + os.getpid() % 5000)
-    mp.start_processes(_enter, (function, world_size, port, arguments), nprocs=world_size, start_method="spawn")
+    multiprocessing.set_forkserver_preload(
+        ["slime.backends.fsdp_utils.critic", "transformers.models.qwen2.modeling_qwen2"]
+    )
+    mp.start_processes(_enter, (function, world_size, port, arguments), nprocs=world_size, start_method="forkserver")
 
 
 # ---- an engine that joins the update group and keeps what it is sent ----
@@ -187,6 +197,22 @@ def forget_advantages(args: Namespace, rollout_data: dict[str, Any]) -> None:
 def mask_everything(args: Namespace, rollout_id: int, rollout_data: dict[str, Any]) -> None:
     """A postprocess hook that switches off every token."""
     rollout_data["loss_masks"] = [torch.zeros_like(mask) for mask in rollout_data["loss_masks"]]
+
+
+def drop_first_token(**call: Any) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, torch.Tensor]]:
+    """A correction that takes the first token of every row out of the loss."""
+    assert set(call) == {
+        "args", "pg_loss", "train_log_probs", "rollout_log_probs", "loss_masks", "total_lengths", "response_lengths",
+    }  # fmt: skip
+    masks = [mask * (torch.arange(len(mask)) > 0) for mask in call["loss_masks"]]
+    return call["pg_loss"], masks, {"seen": torch.ones_like(call["pg_loss"])}
+
+
+def sum_of_everything(
+    total_lengths: list[int], response_lengths: list[int], loss_masks: list[torch.Tensor], per_token: bool
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A reducer that ignores masks and denominators."""
+    return lambda x: x.sum()
 
 
 def sft_from_logits(

@@ -17,6 +17,7 @@ from helpers_sglang import save_tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
 TRAIN = ROOT / "train.py"
+TRAIN_ASYNC = ROOT / "train_async.py"
 RUN_LIMIT_S = 400
 
 
@@ -60,17 +61,17 @@ def write_jsonl(path: Path, records: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
-def start_train(flags: list[str], log: Path) -> subprocess.Popen[bytes]:
-    """Start `train.py`; its output goes to `log`."""
+def start_train(flags: list[str], log: Path, program: Path = TRAIN) -> subprocess.Popen[bytes]:
+    """Start `train.py` (or another loop); its output goes to `log`."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "tests")}
     env.pop("RAY_ADDRESS", None)
     with log.open("ab") as output:
-        return subprocess.Popen([sys.executable, str(TRAIN), *flags], stdout=output, stderr=output, env=env)
+        return subprocess.Popen([sys.executable, str(program), *flags], stdout=output, stderr=output, env=env)
 
 
-def run_train(flags: list[str], log: Path, limit_s: float = RUN_LIMIT_S) -> int:
-    """Run `train.py` to its end; returns the exit code and checks that every process it started is gone."""
-    process = start_train(flags, log)
+def run_train(flags: list[str], log: Path, limit_s: float = RUN_LIMIT_S, program: Path = TRAIN) -> int:
+    """Run `train.py` (or another loop) to its end; returns the exit code and checks that every process it started is gone."""
+    process = start_train(flags, log, program)
     seen = watch(process, limit_s)
     assert living(seen) == [], "processes are left"
     return process.returncode
@@ -132,6 +133,17 @@ async def length_reward(args: Namespace, sample: Any, **kwargs: Any) -> float:
     """Reward of the GRPO test: the share of even token ids, so that a random model's groups have a spread."""
     response = sample.tokens[-sample.response_length :]
     return sum(token % 2 == 0 for token in response) / max(len(response), 1)
+
+
+async def judged_reward(args: Namespace, sample: Any, **kwargs: Any) -> float:
+    """`length_reward`, after asking the engine of the model `judge` of `--sglang-config` for a token."""
+    from slime.rollout.sglang_rollout import get_model_url
+    from slime.utils.http_utils import post
+
+    payload = {"input_ids": sample.tokens[:4], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
+    answer = await post(get_model_url(args, "judge"), payload)
+    sample.metadata["judge_version"] = answer["meta_info"]["weight_version"]
+    return await length_reward(args, sample)
 
 
 def hanging_rollout(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:

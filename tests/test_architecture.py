@@ -56,10 +56,18 @@ ALLOWED_UPWARD: dict[tuple[str, str], str] = {
         "slime.backends.sglang_utils.arguments",
     ): "the engine's flags live with the engine; only parse_args, the entry point of programs, needs them",
     (
+        "slime.utils.arguments.validate_cluster",
+        "slime.backends.sglang_utils.external",
+    ): "how many GPUs external engines bring is only known to them, and sizes must be settled before anything starts",
+    (
         "slime.utils.arguments.validate",
         "slime.backends.fsdp_utils.capabilities",
     ): "what a training backend cannot do is known to the backend, and must be refused before anything starts",
 }
+
+
+# (module, package) that names an engine outside of its backend, lazily -> why.
+ENGINE_NAMES = {("slime.utils.http_utils", "sglang_router"): "run_router is a public name of http_utils"}
 
 
 def imported_module(target: str) -> str:
@@ -124,7 +132,9 @@ def test_engines_are_named_in_their_backend_only() -> None:
     wrong = [
         item
         for item in IMPORTS
-        if is_under(item.target, "sglang", "sglang_router", "megatron") and not is_under(item.source, "slime.backends")
+        if is_under(item.target, "sglang", "sglang_router", "megatron")
+        and not is_under(item.source, "slime.backends")
+        and (item.source, item.target.partition(".")[0]) not in ENGINE_NAMES
     ]
     assert not wrong, report(wrong)
 

@@ -23,12 +23,22 @@ PROGRAMS = {
     "make_flag_docs": "tools/make_flag_docs.py",
     "serve_roles": "tools/serve_roles.py",
     "train.py": "train.py",
+    "train_async.py": "train_async.py",
+    "slime_plugins.rollout_buffer.buffer": "slime_plugins.rollout_buffer.buffer",
     "agentflow/launch.sh": "agentic.agentflow.launch",
     "agentflow/serve.sh": "agentic.agentflow.launch",
     "agentflow/eval.sh": "agentic.agentflow.launch",
     "agentic.agentflow.eval": "agentic.agentflow.eval",
     "agentic.agentflow.data": "agentic.agentflow.data convert",
+    "toolorchestra/launch.sh": "agentic.toolorchestra.launch",
+    "toolorchestra/serve.sh": "agentic.toolorchestra.launch",
+    "toolorchestra/eval.sh": "agentic.toolorchestra.launch",
+    "agentic.toolorchestra.eval": "agentic.toolorchestra.eval",
+    "agentic.toolorchestra.retrieval.build": "agentic.toolorchestra.retrieval.build",
+    "agentic.toolorchestra.retrieval.serve": "agentic.toolorchestra.retrieval.serve",
 }
+# A program with commands of its own; its page names their flags without the program.
+COMMANDS = tuple(f"agentic.toolorchestra.data {command}" for command in ("tau2", "toolscale", "qa", "inspect"))
 # Switches of our shell scripts, which have no parser.
 SCRIPT_FLAGS = {"scripts/test.sh": "--slow", "scripts/check.sh": "--fix"}
 
@@ -155,12 +165,16 @@ def test_flags_in_the_text_are_accepted(page: Path) -> None:
     """A flag after a program's name is that program's; one that stands alone is a flag of any of our programs."""
     unknown = []
     for program, flag in flags_of_program(page):
-        if program == "train.py":
+        if program in ("train.py", "train_async.py"):
             known = train_flags()
         elif program:
             known = accepted(PROGRAMS[program])
         else:
-            programs = (PROGRAMS["quickstart"], "agentic.agentflow.launch", "agentic.agentflow.eval")
+            methods = [
+                f"agentic.{name}.{part}" for name in ("agentflow", "toolorchestra") for part in ("launch", "eval")
+            ]
+            services = [f"agentic.toolorchestra.retrieval.{name}" for name in ("build", "serve")]
+            programs = (PROGRAMS["quickstart"], *methods, *COMMANDS, *services)
             known = train_flags().union(SCRIPT_FLAGS.values(), *map(accepted, programs))
         if flag not in known:
             unknown.append(f"{program} {flag}")

@@ -2,8 +2,8 @@
 
     python tools/make_flag_docs.py [--check]
 
-Writes `docs/en/reference/flags.md` (the argument parser of `train.py`) and `docs/en/reference/agentflow_settings.md` (settings,
-role file and prompt templates, from the docstrings under the dataclass fields). With --check nothing is written; exit code 1
+Writes `docs/en/reference/flags.md` (the argument parser of `train.py`), `agentflow_settings.md` and `toolorchestra_settings.md`
+beside it (settings, role file and prompt templates, from the docstrings under the dataclass fields). With --check nothing is written; exit code 1
 and one line per page when a page differs from what would be written. A flag without help or a field without docstring is an
 error: what is not described cannot be used.
 """
@@ -26,6 +26,10 @@ from agentic.agentflow.config import PREFIX, AgentFlowConfig
 from agentic.agentflow.crew import ROLES
 from agentic.agentflow.prompts import FIELDS
 from agentic.common.roles import DEFAULT_KEYS, FROZEN_DEFAULTS, ROLE_KEYS, SERVER_KEYS, Role, ServerEntry
+from agentic.toolorchestra.config import PREFIX as ORCHESTRA_PREFIX
+from agentic.toolorchestra.config import OrchestraConfig
+from agentic.toolorchestra.experts import NOT_EXPERTS, Alias
+from agentic.toolorchestra.prompts import FIELDS as ORCHESTRA_FIELDS
 from slime.backends.sglang_utils.arguments import add_sglang_arguments
 from slime.utils.arguments import FLAG_GROUPS
 from slime.utils.arguments.parser import SlimeArgumentParser
@@ -41,6 +45,12 @@ ROLE_WORK = {
     "python_coder": "writes the program that the sandbox runs",
     "generator": "writes the final answer, unless the policy does",
     "judge": "scores an answer where the exact rule cannot tell; not needed with `agentflow_judge: rule_only`",
+}
+ORCHESTRA_ROLE_WORK = {
+    "orchestrator": "decides what to do next; the policy",
+    "user": "plays the customer of tau2; not needed with `orchestra_user: scripted`",
+    "judge": "scores answers to questions where the rule cannot tell; without it those are wrong",
+    "retrieval": "address of the retrieval service (`api: service`), for the tool `search`",
 }
 
 
@@ -62,7 +72,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def pages() -> dict[Path, str]:
     """The text of every page, by path."""
-    return {REFERENCE / "flags.md": flags_page(), REFERENCE / "agentflow_settings.md": agentflow_page()}
+    return {
+        REFERENCE / "flags.md": flags_page(),
+        REFERENCE / "agentflow_settings.md": agentflow_page(),
+        REFERENCE / "toolorchestra_settings.md": toolorchestra_page(),
+    }
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -132,33 +146,73 @@ def shown_default(action: argparse.Action) -> str:
     return f"`{action.default}`"
 
 
-# ---- settings of AgentFlow ----
+# ---- settings of the methods ----
 
 
 def agentflow_page() -> str:
-    config = described_fields(AgentFlowConfig)
-    roles, servers = described_fields(Role), described_fields(ServerEntry)
     if set(ROLE_WORK) != set(ROLES):
         raise ValueError(f"ROLE_WORK describes {sorted(ROLE_WORK)}, the roles are {sorted(ROLES)}")
     lines = [
+        *settings_section("AgentFlow", PREFIX, AgentFlowConfig),
+        *role_file_section(PREFIX, AGENTFLOW_EXAMPLE, ROLE_WORK),
+        *prompts_section("A prompt set is a folder with one file per role.", FIELDS),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def toolorchestra_page() -> str:
+    if set(ORCHESTRA_ROLE_WORK) != set(NOT_EXPERTS):
+        raise ValueError(f"ORCHESTRA_ROLE_WORK describes {sorted(ORCHESTRA_ROLE_WORK)}, not {sorted(NOT_EXPERTS)}")
+    experts = "any other name: an expert model, called under the aliases that map to it"
+    lines = [
+        *settings_section("ToolOrchestra", ORCHESTRA_PREFIX, OrchestraConfig),
+        *role_file_section(ORCHESTRA_PREFIX, ORCHESTRA_EXAMPLE, ORCHESTRA_ROLE_WORK),
+        "",
+        f"And {experts}. Prices are what the ledger charges, unless the alias or the record has its own.",
+        "",
+        "## Aliases",
+        "",
+        "The file of `orchestra_aliases` maps each alias to the name of a model, or to a mapping with these keys. The kind of an",
+        "alias is its first part: `search-`, `reasoner-`, `answer-` (questions), `expert-` (tau2). Records may override both.",
+        "",
+        *table(("key", "default", "meaning"), [(f"`{n}`", *row) for n, row in described_fields(Alias).items()]),
+        *prompts_section("A prompt set is a folder with one file per purpose.", ORCHESTRA_FIELDS),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def settings_section(method: str, prefix: str, config: type) -> list[str]:
+    """Head of a page and the table of settings."""
+    return [
         NOTICE,
         "",
-        "# Settings of AgentFlow",
+        f"# Settings of {method}",
         "",
-        "Keys of the YAML file of `--custom-config-path`. An unknown `agentflow_*` key, or a value of the wrong type, is an error.",
+        f"Keys of the YAML file of `--custom-config-path`. An unknown `{prefix}*` key, or a value of the wrong type, is an error.",
         "",
-        *table(("key", "default", "meaning"), [(f"`{PREFIX}{n}`", d, text) for n, (d, text) in config.items()]),
+        *table(
+            ("key", "default", "meaning"), [(f"`{prefix}{n}`", *row) for n, row in described_fields(config).items()]
+        ),
+    ]
+
+
+def role_file_section(prefix: str, example: Sequence[str], work: dict[str, str]) -> list[str]:
+    """The role file: an example, the roles, and the keys of roles and servers."""
+    roles, servers = described_fields(Role), described_fields(ServerEntry)
+    return [
         "",
         "## Role file",
         "",
-        "The YAML file of `agentflow_roles` has the sections `defaults`, `servers` and `roles`. It says who answers where; the table",
+        f"The YAML file of `{prefix}roles` has the sections `defaults`, `servers` and `roles`. It says who answers where; the table",
         "that follows from it is logged at start. `tools/serve_roles.py --roles FILE` starts what stands under `servers`.",
         "",
-        *role_file_example(),
+        "```yaml",
+        *example,
+        "```",
         "",
         "### roles",
         "",
-        *table(("role", "work"), [(f"`{role}`", ROLE_WORK[role]) for role in ROLES]),
+        *table(("role", "work"), [(f"`{role}`", text) for role, text in work.items()]),
         "",
         "Each role has exactly one of `server` and `url`. Keys marked * can also stand under `defaults`; `temperature`, `top_p` and",
         "`stop` there are for frozen roles only, because the policy is sampled as the training flags say.",
@@ -168,28 +222,42 @@ def agentflow_page() -> str:
         "### servers",
         "",
         *table(("key", "default", "meaning"), [(f"`{n}`", *servers[n]) for n in servers if n in SERVER_KEYS]),
+    ]
+
+
+def prompts_section(what: str, fields: dict[str, tuple[str, ...]]) -> list[str]:
+    return [
         "",
         "## Prompt templates",
         "",
-        "A prompt set is a folder with one file per role. `${field}` is replaced, `$$` is a dollar; a line `---` ends the system message.",
+        f"{what} `${{field}}` is replaced, `$$` is a dollar; a line `---` ends the system message.",
         "",
-        *table(("file", "fields"), [(f"`{name}.txt`", ", ".join(f"`{f}`" for f in FIELDS[name])) for name in FIELDS]),
+        *table(("file", "fields"), [(f"`{name}.txt`", ", ".join(f"`{f}`" for f in fields[name])) for name in fields]),
     ]
-    return "\n".join(lines) + "\n"
 
 
-def role_file_example() -> list[str]:
-    return [
-        "```yaml",
-        "defaults: {timeout_s: 60}",
-        "servers:",
-        "  frozen: {model: path/to/model, port: 30000, options: {max-total-tokens: 65536}}",
-        "roles:",
-        "  planner: {url: policy, max_new_tokens: 512}",
-        "  executor: {server: frozen, max_new_tokens: 512}",
-        "  judge: {url: http://127.0.0.1:8000, api: chat, model: name-of-the-model}",
-        "```",
-    ]
+AGENTFLOW_EXAMPLE = (
+    "defaults: {timeout_s: 60}",
+    "servers:",
+    "  frozen: {model: path/to/model, port: 30000, options: {max-total-tokens: 65536}}",
+    "roles:",
+    "  planner: {url: policy, max_new_tokens: 512}",
+    "  executor: {server: frozen, max_new_tokens: 512}",
+    "  judge: {url: http://127.0.0.1:8000, api: chat, model: name-of-the-model}",
+)
+ORCHESTRA_EXAMPLE = (
+    "defaults: {timeout_s: 180, retries: 1}",
+    "servers:",
+    "  large: {model: path/to/Qwen3-32B, port: 30001}",
+    "  small: {model: path/to/Qwen3-14B, port: 30002}",
+    "roles:",
+    "  orchestrator: {url: policy, price_in: 0.2, price_out: 0.2}",
+    "  user: {server: large, api: chat, temperature: 1.0}",
+    "  judge: {server: large}",
+    "  retrieval: {url: http://127.0.0.1:8000, api: service}",
+    "  qwen3-32b: {server: large, api: chat, price_in: 0.6, price_out: 1.2}",
+    "  qwen3-14b: {server: small, api: chat, price_in: 0.3, price_out: 0.3}",
+)
 
 
 def role_rows(roles: dict[str, tuple[str, str]]) -> list[tuple[str, str, str]]:
@@ -224,7 +292,7 @@ def field_default(field: dataclasses.Field[Any]) -> str:
         return "-"
     if field.default is dataclasses.MISSING:
         return "required"
-    if field.default is None or field.default == ():
+    if field.default in (None, (), ""):
         return "-"
     value = ", ".join(field.default) if isinstance(field.default, tuple) else field.default
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"

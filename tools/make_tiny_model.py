@@ -1,15 +1,16 @@
 """Make a tiny Qwen2-architecture model with its own byte-level BPE tokenizer, in Hugging Face format; deterministic for a seed.
 
-    python tools/make_tiny_model.py --world-dir outputs/world --output outputs/tiny_model [--seed 0]
+    python tools/make_tiny_model.py --world-dir outputs/world --output outputs/tiny_model [--method agentflow] [--seed 0]
 
-Writes the AgentFlow tiny world (`sft.jsonl`, `train.jsonl`, `heldout.jsonl`) under --world-dir and the randomly initialised
-model under --output. The tokenizer is trained under the pre-tokenizer that transformers puts into every `qwen2` folder, and
+Writes the method's tiny world (`sft.jsonl`, `train.jsonl`, `heldout.jsonl` and what else it has) under --world-dir and the
+randomly initialised model under --output. The tokenizer is trained under the pre-tokenizer that transformers puts into every `qwen2` folder, and
 the saved tokenizer is checked against the trained one: an id that changed on the way through disk would be silent poison.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -20,8 +21,7 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM, Qwen2Toke
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from agentic.agentflow import tiny_world
-
+METHODS = ("agentflow",)
 END, START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -94,16 +94,19 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--world-dir", type=Path, required=True, help="folder for sft.jsonl, train.jsonl and heldout.jsonl"
     )
+    parser.add_argument("--method", choices=METHODS, default="agentflow", help="whose world and vocabulary")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--n-sft", type=int, default=2400, help="problems that become warm-start traces")
-    parser.add_argument("--n-train", type=int, default=2000, help="problems for reinforcement learning")
-    parser.add_argument("--n-heldout", type=int, default=200, help="problems for evaluation only")
+    parser.add_argument("--n-sft", type=int, help="problems that become warm-start traces (default: the world's)")
+    parser.add_argument("--n-train", type=int, help="problems for reinforcement learning (default: the world's)")
+    parser.add_argument("--n-heldout", type=int, help="problems for evaluation only (default: the world's)")
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse_args()
-    paths = tiny_world.write_world(args.world_dir, args.seed, args.n_sft, args.n_train, args.n_heldout)
+    tiny_world = importlib.import_module(f"agentic.{args.method}.tiny_world")
+    sizes = {name: vars(args)[name] for name in ("n_sft", "n_train", "n_heldout") if vars(args)[name] is not None}
+    paths = tiny_world.write_world(args.world_dir, args.seed, **sizes)
     texts = [message["content"] for line in paths["sft"].open() for message in json.loads(line)["prompt"]]
     tokenizer = train_tokenizer(texts + ["system", "user", "assistant"], tiny_world.added_tokens())
     model = make_model(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, args.seed)

@@ -48,7 +48,7 @@ from slime.utils.arguments.parser import SlimeArgumentParser
 from slime.utils.data import check_prompt_file
 from slime.utils.misc import get_free_port
 
-METHODS = ("agentflow", "memagent")
+METHODS = ("agentflow",)
 SFT_BATCH = 16
 # A server binds its port some seconds after we looked. So: below the range from which the system takes ports for outgoing
 # connections, and a random start, which keeps two runs on one machine apart.
@@ -215,41 +215,51 @@ def prepare_model(run: Run) -> None:
 
 
 def warm_start(run: Run) -> None:
-    """Teach the tiny model its roles on scripted traces, through slime's SFT path without engines."""
-    recipe, steps = run.recipe, run.recipe.sft_rows * run.recipe.sft_rollouts // SFT_BATCH
-    if not steps or (run.start_model / "config.json").exists():
+    """Teach the tiny model its roles on scripted traces, and make from it the method's further models, if it has any."""
+    recipe = run.recipe
+    if run.model != "tiny":
         return
-    metrics, folder = run.output / "run" / "sft_metrics.jsonl", run.output / "run"
+    teach(run, run.output / "tiny", run.start_model, "sft", recipe.sft_rollouts)
+    for name, rollouts in method_of(run.method).FURTHER_MODELS.items():
+        teach(run, run.start_model, run.output / name, name, rollouts)
+
+
+def teach(run: Run, base: Path, target: Path, name: str, rollouts: int) -> None:
+    """Train `base` on the rows of `world/<name>.jsonl` through slime's SFT path, without engines, into `target`."""
+    if (target / "config.json").exists():
+        return
+    recipe, folder = run.recipe, run.output / "run"
+    steps, metrics = recipe.sft_rows * rollouts // SFT_BATCH, folder / f"{name}_metrics.jsonl"
     values = {
         "train-backend": "fsdp",
         "debug-train-only": None,
         "rollout-function-path": "slime.rollout.sft_rollout.generate_rollout",
         "loss-type": "sft_loss",
         "disable-compute-advantages-and-returns": None,
-        "prompt-data": run.world / "sft.jsonl",
+        "prompt-data": run.world / f"{name}.jsonl",
         "input-key": "prompt",
-        "hf-checkpoint": run.output / "tiny",
+        "hf-checkpoint": base,
         "seed": run.seed,
-        "num-rollout": recipe.sft_rollouts,
+        "num-rollout": rollouts,
         "rollout-batch-size": recipe.sft_rows,
         "global-batch-size": SFT_BATCH,
         "use-dynamic-batch-size": None,
         "max-tokens-per-gpu": recipe.sft_tokens_per_batch,
         "lr": recipe.sft_lr,
         "lr-decay-style": "WSD",
-        "lr-warmup-iters": 50,
+        "lr-warmup-iters": min(50, steps // 4),
         "lr-decay-iters": steps,
         "lr-wsd-decay-iters": steps * 2 // 5,
         "actor-num-gpus-per-node": 1,
-        "save": folder / "sft",
-        "load": folder / "sft",
+        "save": folder / name,
+        "load": folder / name,
         "save-interval": 4,
-        "save-hf": folder / "sft_hf_{rollout_id}",
+        "save-hf": folder / (name + "_hf_{rollout_id}"),
         "metrics-jsonl": metrics,
     }
     command = [sys.executable, str(ROOT / "train.py"), *flags(values)]
-    run_to_end(run, "warm_start", command, MetricsBar(metrics, "warm start", recipe.sft_rollouts, False))
-    (folder / f"sft_hf_{recipe.sft_rollouts - 1}").rename(run.start_model)
+    run_to_end(run, f"teach_{name}", command, MetricsBar(metrics, f"teach {name}", rollouts, False))
+    (folder / f"{name}_hf_{rollouts - 1}").rename(target)
 
 
 def write_documents(run: Run, plan: MethodPlan) -> dict[str, Path]:
@@ -390,7 +400,7 @@ def measure(run: Run) -> None:
     if not plan.final or eval_results(read_lines(run.final_metrics)):
         return
     documents, model = write_documents(run, plan), run.output / "checkpoint"
-    values = {"hf-checkpoint": model, "num-rollout": 0, "eval-interval": 1, "lr": 0.0}
+    values = {"hf-checkpoint": model, "num-rollout": 0, "eval-interval": 1, "save": run.output / "run" / "final"}
     command = [sys.executable, str(ROOT / "train.py"), *shared_flags(run, documents, "final"), *flags(values)]
     with_services(run, plan, documents, "measure", command, lambda: None)
 

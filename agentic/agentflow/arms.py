@@ -9,8 +9,6 @@ Leaves out: settings and files (`eval`), rules of scoring (`benchmarks`).
 
 from __future__ import annotations
 
-import hashlib
-import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -23,10 +21,8 @@ from agentic.agentflow.crew import Crew
 from agentic.agentflow.solver import Solver
 from agentic.common.clients import Completion, Messages
 from agentic.common.errors import AgenticError, InfrastructureError, PromptTooLong, Unscored
-from agentic.common.evaluation import Job, Outcome
-from agentic.common.judge import JudgeClient, judge
-
-logger = logging.getLogger(__name__)
+from agentic.common.evaluation import Job, Outcome, sampling_seed
+from agentic.common.judge import JudgeClient
 
 ARMS = ("baseline", "untrained", "trained")
 ANSWER_FORMAT = (
@@ -34,12 +30,6 @@ ANSWER_FORMAT = (
     "option, end with it in one single \\boxed{}. Otherwise end with a short span in answer tags: "
     "<answer>the answer</answer>"
 )
-KNOWN_PAIR = {
-    "question": "What is 6 * 7?",
-    "right": "The product is 42.",
-    "wrong": "The product is 41.",
-    "label": "42",
-}
 
 
 @dataclass(frozen=True)
@@ -156,24 +146,3 @@ class _Metered:
         reply = await self._client.complete(messages)
         self.counts.update(prompt=reply.prompt_tokens, completion=reply.completion_tokens, calls=1)
         return reply
-
-
-def sampling_seed(seed: int, job: Job) -> int:
-    """A seed (0 to 2^31 - 1) for one question in one run; the same in every arm."""
-    key = f"{seed}/{job.dataset}/{job.question.id}/{job.run}"
-    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big") >> 1
-
-
-async def check_judge(crew: Crew) -> dict[str, bool | str]:
-    """The judge on a known right and a known wrong answer: tells a broken judge from a weak planner."""
-    verdicts: dict[str, bool | str] = {}
-    for name in ("right", "wrong"):
-        question, answer, label = KNOWN_PAIR["question"], KNOWN_PAIR[name], KNOWN_PAIR["label"]
-        try:
-            result = await judge(question, answer, label, crew.judge, partial(crew.prompts.render, "judge"))
-            verdicts[name] = result.acc
-        except Unscored as error:
-            verdicts[name] = str(error)[:200]
-    if verdicts != {"right": True, "wrong": False}:
-        logger.warning("the judge errs on a known pair (%s): scores that it gives mean little", verdicts)
-    return verdicts

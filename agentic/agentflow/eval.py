@@ -21,24 +21,20 @@ import time
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
-from functools import lru_cache
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
-from agentic.agentflow.arms import ARMS, Arm, Evaluator, check_judge
+from agentic.agentflow.arms import ARMS, Arm, Evaluator
 from agentic.agentflow.benchmarks import BENCHMARKS, Question, load_questions
 from agentic.agentflow.config import PREFIX, AgentFlowConfig
 from agentic.agentflow.crew import ROLES, Crew
 from agentic.common.clients import check_reachable, close_clients
-from agentic.common.command_line import Parser, positive
-from agentic.common.errors import (
-    AgenticError,
-    ConfigError,
-    RoleUnavailable,
-)
+from agentic.common.command_line import Parser, positive, resumable_program
+from agentic.common.errors import ConfigError
 from agentic.common.evaluation import (
     Job,
     Line,
@@ -48,16 +44,24 @@ from agentic.common.evaluation import (
     run_jobs,
     write_whole,
 )
-from agentic.common.evaluation_provenance import commit, engine_info, model_fingerprint, sha256_file
+from agentic.common.evaluation_provenance import commit, engine_info, sha256_file
+from agentic.common.evaluation_roles import (
+    NO_ROUTER,
+    check_same_world,
+    check_served,
+    evaluate_role,
+    frozen_roles,
+    model_of,
+)
 from agentic.common.evaluation_statistics import compare_arms, missing, render_results
-from agentic.common.roles import POLICY, Role, RoleTable, nearest
+from agentic.common.judge import check_judge
+from agentic.common.roles import RoleTable, nearest
 from slime.utils.processing_utils import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
 INCOMPLETE = 3
-# What a role is, for the comparison of role files: not where it runs and how patient its client is.
-IDENTITY = ("name", "api", "tokenizer", "model", "temperature", "top_p", "max_new_tokens", "stop")
+PLANNER = "planner"
 
 
 class DataSet(NamedTuple):
@@ -110,36 +114,10 @@ def load_table(args: Namespace, config: AgentFlowConfig) -> RoleTable:
 
     Raises ConfigError when the planner has no address of its own or cannot return token ids.
     """
-    # `url: policy` means the router of a training run, and there is none here.
-    table = RoleTable.load(config.roles, f"http://{POLICY}", known_roles=ROLES, required=config.required_roles)
-    planner = table["planner"]
-    if planner.url == f"http://{POLICY}":
-        raise ConfigError(
-            f"{config.roles}: roles.planner: `url: policy` is for training; give `server: NAME` or a url"
-        )
-    if planner.api != "generate":
-        raise ConfigError(f"{config.roles}: roles.planner: needs `api: generate`, which returns token ids")
+    table = RoleTable.load(config.roles, NO_ROUTER, known_roles=ROLES, required=config.required_roles)
     sampling = {"temperature": args.temperature, "top_p": args.top_p, "max_new_tokens": args.max_new_tokens}
-    table.roles["planner"] = replace(planner, **sampling, trained=False)
+    evaluate_role(table, PLANNER, sampling)
     return table
-
-
-def check_same_world(before: RoleTable, after: RoleTable) -> None:
-    """Only the planner may differ between the untrained and the trained arm. Raises ConfigError naming what does."""
-    if set(before.roles) != set(after.roles):
-        raise ConfigError(f"{before.source} and {after.source}: the roles differ; only the planner may")
-    for role in before:
-        names = [name for name in IDENTITY if role.name != "planner" or name not in ("model", "tokenizer")]
-        for name in names:
-            if getattr(role, name) != getattr(after[role.name], name):
-                raise ConfigError(
-                    f"{after.source}: roles.{role.name}.{name} differs from {before.source}; only the "
-                    "planner's server may, or the arms are not comparable"
-                )
-    if before["planner"].url == after["planner"].url:
-        raise ConfigError(
-            f"{after.source}: roles.planner: same address as in {before.source}; the trained model needs its own"
-        )
 
 
 def load_tables(args: Namespace) -> dict[str, tuple[AgentFlowConfig, RoleTable]]:
@@ -152,39 +130,25 @@ def load_tables(args: Namespace) -> dict[str, tuple[AgentFlowConfig, RoleTable]]
     configs = {name: load_config(args, path) for name, path in files.items()}
     tables = {name: (config, load_table(args, config)) for name, config in configs.items()}
     if "trained" in tables:
-        check_same_world(tables["untrained"][1], tables["trained"][1])
+        check_same_world(tables["untrained"][1], tables["trained"][1], PLANNER)
     return tables
-
-
-@lru_cache(maxsize=32)
-def _fingerprint(model: str) -> str:
-    return json.dumps(model_fingerprint(model))
-
-
-def _model_of(role: Role) -> dict[str, Any]:
-    return json.loads(_fingerprint(str(role.model or role.tokenizer)))
 
 
 def build_protocol(args: Namespace, data: Mapping[str, DataSet], tables: Mapping[str, Any]) -> dict[str, Any]:
     """Everything that must stay the same while lines are collected in one folder."""
     config, table = tables["untrained"]
     settings = {key: value for key, value in asdict(config).items() if key not in ("roles", "judge_cache")}
-    frozen = {
-        role.name: {**{key: getattr(role, key) for key in IDENTITY}, "model": _model_of(role)}
-        for role in table
-        if role.name != "planner"
-    }
     crews = {arm: tables["trained" if arm == "trained" else "untrained"][1] for arm in args.arms}
     return {
         "seed": args.seed,
         "sampling": {"temperature": args.temperature, "top_p": args.top_p, "max_new_tokens": args.max_new_tokens},
         "limit": args.limit,
         "settings": settings,
-        "frozen": frozen,
+        "frozen": frozen_roles(table, PLANNER),
         "data": {
             name: {"benchmark": entry.benchmark, "sha256": sha256_file(entry.path)} for name, entry in data.items()
         },
-        "arms": {arm: _model_of(crew["planner"]) for arm, crew in crews.items()},
+        "arms": {arm: model_of(crew[PLANNER]) for arm, crew in crews.items()},
     }
 
 
@@ -197,9 +161,9 @@ async def build_arms(args: Namespace, tables: Mapping[str, Any]) -> tuple[dict[s
     for name, (config, table) in tables.items():
         for role in {role.url: role for role in table}.values():
             await check_reachable(role)
-        info = await engine_info(table["planner"].url)
-        _check_model(table["planner"], info)
-        built[name] = (Crew.build(config, table, load_tokenizer(str(table["planner"].tokenizer))), info)
+        info = await engine_info(table[PLANNER].url)
+        check_served(table[PLANNER], info)
+        built[name] = (Crew.build(config, table, load_tokenizer(str(table[PLANNER].tokenizer))), info)
     arms, engines = {}, {}
     for arm in args.arms:
         crew, info = built["trained" if arm == "trained" else "untrained"]
@@ -208,12 +172,6 @@ async def build_arms(args: Namespace, tables: Mapping[str, Any]) -> tuple[dict[s
         shown = {key: info.get(key) for key in ("model_path", "version", "weight_version")}
         engines[arm] = {**shown, "deterministic": seeded}
     return arms, engines
-
-
-def _check_model(planner: Role, info: Mapping[str, Any]) -> None:
-    served = info.get("model_path")
-    if served and planner.model and Path(str(served)).name != Path(planner.model).name:
-        logger.warning("planner: %s serves %s, the role file says %s", planner.url, served, planner.model)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -280,7 +238,7 @@ def build_report(
         "runs": args.runs,
         "data": {name: {"path": str(e.path), "n": len(e.questions), "skipped": e.skipped} for name, e in data.items()},
         "roles": {name: [asdict(role) for role in table] for name, (_, table) in tables.items()},
-        "models": {name: {role.name: _model_of(role) for role in table} for name, (_, table) in tables.items()},
+        "models": {name: {role.name: model_of(role) for role in table} for name, (_, table) in tables.items()},
         "tools": list(tables["untrained"][0].tools),
         "checks": dict(checks),
         "results": build_results(args, data, runs),
@@ -337,7 +295,10 @@ async def answer_all(args: Namespace, data: Mapping[str, DataSet], tables: Mappi
     try:
         arms, engines = await build_arms(args, tables)
         crew = next(iter(arms.values())).crew
-        checks = {"engines": engines, "judge": await check_judge(crew) if crew.judge else None}
+        checks = {
+            "engines": engines,
+            "judge": await check_judge(crew.judge, partial(crew.prompts.render, "judge")) if crew.judge else None,
+        }
         write_whole(args.out / "checks.json", json.dumps(checks, indent=2) + "\n")
         sampling = {"temperature": args.temperature, "top_p": args.top_p, "max_new_tokens": args.max_new_tokens}
         evaluator = Evaluator(arms, sampling, args.seed)
@@ -372,19 +333,7 @@ def run(args: Namespace) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    try:
-        return run(parse_args(argv))
-    except (ConfigError, FileNotFoundError, RoleUnavailable) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    except AgenticError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 1
-    except KeyboardInterrupt:
-        sys.stderr.write("stopped; the same command goes on from here\n")
-        return 130
+    return resumable_program(lambda: run(parse_args(argv)))
 
 
 if __name__ == "__main__":

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
-from agentic.agentflow.escape import escape_block, well_formed
+from agentic.agentflow.escape import escape_block
 from agentic.agentflow.prompts import PromptSet
+from agentic.common.escape import well_formed
 
 RESULT_CHAR_CAP = 4096
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from agentic.agentflow.escape import well_formed
+from agentic.common.escape import well_formed
 
 _THINK = re.compile(r"(?is)<think>.*?(?:</think>|\Z)")
 _END_OF_TURN = re.compile(r"<\|(?:im_end|endoftext|eot_id|end|end_of_text)\|>|</s>|<end_of_turn>")

@@ -25,6 +25,7 @@ HOOKS = {
     "custom-eval-rollout-log-function-path": "agentic.agentflow.rollout.eval_log",
 }
 
+FURTHER_MODELS: dict[str, int] = {}
 ABOUT = "The frozen roles are the same before and after: what changed is the planner."
 
 

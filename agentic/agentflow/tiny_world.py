@@ -288,7 +288,9 @@ def added_tokens() -> list[str]:
     return numbers + labels + frames
 
 
-def write_world(folder: Path, seed: int, n_sft: int, n_train: int, n_heldout: int) -> dict[str, Path]:
+def write_world(
+    folder: Path, seed: int, n_sft: int = 2400, n_train: int = 2000, n_heldout: int = 200
+) -> dict[str, Path]:
     """Write `sft.jsonl` (chat rows), `train.jsonl` and `heldout.jsonl` (prompt, label, kind) under `folder`; return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     per_kind = -(-(n_sft + n_train + n_heldout) // len(KINDS))

@@ -19,7 +19,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -29,7 +29,7 @@ from weakref import WeakKeyDictionary
 import aiohttp
 import orjson
 
-from agentic.common.errors import PromptTooLong, RoleBadResponse, RoleTimeout, RoleUnavailable
+from agentic.common.errors import InfrastructureError, PromptTooLong, RoleBadResponse, RoleTimeout, RoleUnavailable
 from agentic.common.roles import Role
 from agentic.common.turns import FINISH_REASONS, TurnRecord
 
@@ -120,6 +120,14 @@ async def _call(role: Role, path: str, payload: dict[str, Any], headers: dict[st
         return await _with_retries(role, lambda: _attempt(role, role.url + path, body, headers))
 
 
+async def post_json(role: Role, path: str, payload: dict[str, Any]) -> Any:
+    """POST to a service that is no language model (retrieval), with the role's key, deadline and retries.
+
+    Raises RoleTimeout, RoleUnavailable, RoleBadResponse; what the decoded answer must look like is the caller's matter.
+    """
+    return await _call(role, path, payload, _auth(role))
+
+
 async def _with_retries(role: Role, attempt: Callable[[], Awaitable[T]]) -> T:
     clock = asyncio.get_running_loop().time
     deadline = clock() + role.timeout_s * (role.retries + 1)
@@ -171,15 +179,15 @@ async def _post(url: str, body: bytes, headers: dict[str, str]) -> tuple[int, by
 
 async def _post_once(url: str, body: bytes, headers: dict[str, str]) -> tuple[int, bytes]:
     async with _loop_state().client.post(url, data=body, headers=headers) as response:
-        body = bytearray()
-        while len(body) <= MAX_ANSWER_BYTES and (piece := await response.content.readany()):
-            body += piece
-        return response.status, bytes(body)
+        answer = bytearray()
+        while len(answer) <= MAX_ANSWER_BYTES and (piece := await response.content.readany()):
+            answer += piece
+        return response.status, bytes(answer)
 
 
 async def check_reachable(role: Role, timeout_s: float = 10.0) -> None:
     """Health check at start. Raises RoleUnavailable with the URL and what to do."""
-    url = role.url + ("/health" if role.api == "generate" else _chat_path(role, "/models"))
+    url = role.url + (_chat_path(role, "/models") if role.api == "chat" else "/health")
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     try:
         async with _loop_state().client.get(url, headers=_auth(role), timeout=timeout) as response:
@@ -195,9 +203,7 @@ async def check_reachable(role: Role, timeout_s: float = 10.0) -> None:
 # Prompts.
 
 
-def render_ids(
-    tokenizer: Any, messages: Messages, tools: Sequence[Mapping[str, Any]] | None = None
-) -> list[int]:
+def render_ids(tokenizer: Any, messages: Messages, tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
     """Token ids of the chat prompt, ready for the assistant's answer."""
     options: dict[str, Any] = {"tools": list(tools)} if tools else {}
     ids = tokenizer.apply_chat_template(
@@ -277,7 +283,7 @@ class PolicyClient:
         `session_id` pins it to one worker.
 
         Raises PromptTooLong, or an InfrastructureError: RoleBadResponse also when the engine's prompt length differs
-        from ours, RoleUnavailable when it aborted before the first token.
+        from ours, `engine_aborted` when it did so before the first token.
         """
         name = role_name or self.role.name
         payload = {
@@ -312,7 +318,7 @@ def _turn_record(role: str, prompt_ids: list[int], data: Any, trained: bool) -> 
         raise RoleBadResponse(role, f"engine saw {meta.get('prompt_tokens')} prompt tokens, sent {len(prompt_ids)}")
     pairs = meta.get("output_token_logprobs")
     if not pairs and finish == "abort":
-        raise RoleUnavailable(role, "the engine aborted the request before its first token")
+        raise InfrastructureError("engine_aborted", f"'{role}', before the first token")
     if not pairs:
         raise RoleBadResponse(role, "no output_token_logprobs although return_logprob was set")
     try:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import hashlib
 import json
 import logging
 import os
@@ -49,6 +50,12 @@ class Job(NamedTuple):
     arm: str
     run: int
     question: Any
+
+
+def sampling_seed(seed: int, job: Job) -> int:
+    """A seed (0 to 2^31 - 1) for one question in one run; the same in every arm."""
+    key = f"{seed}/{job.dataset}/{job.question.id}/{job.run}"
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big") >> 1
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Records of public data files: .jsonl, .json (a list, or `{"data": [...]}`), .parquet and .csv.
+"""Records of public data files: .jsonl, .json (a list, or `{"data": [...]}`), .parquet, .csv, .tsv.
 
 Invariants: the order of the file is kept, nothing is skipped silently (blank lines are no records); every error names
 file, line or row, and the keys that a record has.
@@ -26,7 +26,7 @@ def read_records(path: str | Path) -> Iterator[tuple[str, Record]]:
     file = Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such data file")
-    readers = {".jsonl": _jsonl, ".json": _json, ".parquet": _parquet, ".csv": _csv}
+    readers = {".jsonl": _jsonl, ".json": _json, ".parquet": _parquet, ".csv": _csv, ".tsv": _csv}
     if file.suffix not in readers:
         raise ConfigError(f"{file}: unknown type of data file; use {', '.join(readers)}")
     empty = True
@@ -82,7 +82,7 @@ def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
 
 def _csv(file: Path) -> Iterator[tuple[str, Any]]:
     with file.open(newline="", encoding="utf-8-sig") as lines:
-        reader = csv.DictReader(lines)
+        reader = csv.DictReader(lines, delimiter="\t" if file.suffix == ".tsv" else ",")
         for row in reader:
             where = f"{file}:{reader.line_num}"
             if None in row or None in row.values():

@@ -9,6 +9,7 @@ Left out: caching (`judge_cache` wraps the client), two-stage multiple choice.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,14 @@ from agentic.common.answers import answers_equal, extract_answer_tag, extract_bo
 from agentic.common.clients import Completion, Messages
 from agentic.common.errors import InfrastructureError, PromptTooLong, Unscored
 
+logger = logging.getLogger(__name__)
+
+KNOWN_PAIR = {
+    "question": "What is 6 * 7?",
+    "right": "The product is 42.",
+    "wrong": "The product is 41.",
+    "label": "42",
+}
 _VERDICT = re.compile(r"\bverdict\b[\s*_`:=\"'-]*\b(true|false)\b", re.IGNORECASE)
 QUOTE = "| "
 # Control tokens of common chat templates: ChatML and Llama 3, DeepSeek (full-width bar), Gemma, Llama 2.
@@ -69,6 +78,20 @@ async def judge(
     messages = prompt_messages_fn(question=question, answer=quote(answer_text), label=label)
     acc = await _ask(client, messages)
     return Judgement(float(acc), acc, pred, label, "judge")
+
+
+async def check_judge(client: JudgeClient, prompt_messages_fn: Callable[..., Messages]) -> dict[str, bool | str]:
+    """The judge on a known right and a known wrong answer: tells a broken judge from a weak policy."""
+    verdicts: dict[str, bool | str] = {}
+    for name in ("right", "wrong"):
+        try:
+            question, label = KNOWN_PAIR["question"], KNOWN_PAIR["label"]
+            verdicts[name] = (await judge(question, KNOWN_PAIR[name], label, client, prompt_messages_fn)).acc
+        except Unscored as error:
+            verdicts[name] = str(error)[:200]
+    if verdicts != {"right": True, "wrong": False}:
+        logger.warning("the judge errs on a known pair (%s): scores that it gives mean little", verdicts)
+    return verdicts
 
 
 def extract_candidate(answer_text: str) -> str | None:

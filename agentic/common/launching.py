@@ -21,9 +21,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -35,8 +36,11 @@ import yaml
 from agentic.common.command_line import Parser
 from agentic.common.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 ROOT = Path(__file__).resolve().parents[2]
 STOP_S = 90.0
+POLL_S = 0.5
 # The parser lives with the trainer, which the methods do not import.
 CHECK_TRAIN = "from slime.utils.arguments import parse_args; parse_args()"
 
@@ -277,6 +281,60 @@ def running(plan: Plan, log: Path | None = None) -> Iterator[subprocess.Popen[by
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+@dataclass(frozen=True)
+class Service:
+    """A program that another one needs while it runs; its output goes to `log`."""
+
+    name: str
+    plan: Plan
+    log: Path
+    is_ready: Callable[[Path], bool]
+    """Asked again and again, with `log`."""
+
+
+def says(line: str) -> Callable[[Path], bool]:
+    """Readiness of a program that prints `line`."""
+    return lambda log: line in log.read_text(encoding="utf-8", errors="replace")
+
+
+@contextmanager
+def services(wanted: Sequence[Service], timeout_s: float) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Start all, go on when all are ready, end them with the block.
+
+    Raises ConfigError, with the last line of its log, when one of them ends or takes too long.
+    """
+    with ExitStack() as stack:
+        processes = []
+        for service in wanted:
+            write_files(service.plan)
+            service.log.parent.mkdir(parents=True, exist_ok=True)
+            processes.append(stack.enter_context(running(service.plan, service.log)))
+            logger.info("starting %s; log: %s", service.name, service.log)
+        deadline = time.monotonic() + timeout_s
+        for service, process in zip(wanted, processes, strict=True):
+            _wait_ready(service, process, deadline)
+        yield processes
+
+
+def _wait_ready(service: Service, process: subprocess.Popen[bytes], deadline: float) -> None:
+    while not service.is_ready(service.log):
+        if process.poll() is not None or time.monotonic() > deadline:
+            state = "not ready in time" if process.poll() is None else f"ended with status {process.returncode}"
+            last = service.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:] or ["no output"]
+            raise ConfigError(f"{service.name}: {state}: {last[0]}; log: {service.log}")
+        time.sleep(POLL_S)
+    logger.info("%s: ready", service.name)
+
+
+def wait_for_first(processes: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Wait until one of the programs ends; its exit code."""
+    while True:
+        for process in processes:
+            if process.poll() is not None:
+                return process.returncode
+        time.sleep(POLL_S)
 
 
 def _raise_exit(number: int, _frame: FrameType | None) -> None:

@@ -97,6 +97,8 @@ class Method(Protocol):
 
     RECIPES: dict[str, Recipe]
     HOOKS: dict[str, str]
+    FURTHER_MODELS: dict[str, int]
+    """Models made from the warm start on rows of their own, `world/<name>.jsonl`: rounds of `sft_rows`."""
     ABOUT: str
     """A sentence for the report: what was trained, and what was not."""
 

@@ -21,7 +21,7 @@ import yaml
 from agentic.common.errors import ConfigError
 
 POLICY = "policy"
-APIS = ("generate", "chat")
+APIS = ("generate", "chat", "service")
 SAMPLING_FIELDS = ("temperature", "top_p", "stop")
 FROZEN_DEFAULTS: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "max_new_tokens": 2048}
 
@@ -34,7 +34,8 @@ class Role:
     url: str
     """`policy` (the trained model, behind the run's own router) or an address with http:// or https://."""
     api: str = "generate"
-    """`generate` (SGLang, token ids in) or `chat` (OpenAI chat completions)."""
+    """`generate` (SGLang, token ids in), `chat` (OpenAI chat completions) or `service` (no model: address, deadline,
+    retries and concurrency of some other JSON service)."""
     tokenizer: str | None = None
     """Path or hub name; needed by frozen `generate` roles, whose chat template is their own."""
     model: str | None = None
@@ -54,7 +55,7 @@ class Role:
     stop: tuple[str, ...] = ()
     """Stop strings."""
     price_in: float = 0.0
-    """US dollars for a million prompt tokens; recorded with the role table, nothing is computed from it."""
+    """US dollars for a million prompt tokens; recorded with the role table, and what a method's cost ledger charges."""
     price_out: float = 0.0
     """Likewise for completion tokens."""
     api_key_env: str | None = None
@@ -108,10 +109,10 @@ class RoleTable:
         cls,
         path: str | Path,
         policy_url: str,
-        known_roles: Collection[str],
+        known_roles: Collection[str] | None,
         required: Collection[str] = (),
     ) -> RoleTable:
-        """Read and check the role file.
+        """Read and check the role file; `known_roles=None` accepts any names.
 
         Raises FileNotFoundError (no such file) or ConfigError (anything wrong inside), before any server is asked.
         """
@@ -190,14 +191,16 @@ def _check_keys(entry: dict[str, Any], allowed: Collection[str], where: str) -> 
 
 
 def _check_names(
-    entries: dict[str, Any], known_roles: Collection[str], required: Collection[str], source: str
+    entries: dict[str, Any], known_roles: Collection[str] | None, required: Collection[str], source: str
 ) -> None:
     for name in entries:
-        if name not in known_roles:
+        if known_roles is not None and name not in known_roles:
             raise ConfigError(f"{source}: unknown role '{name}'{nearest(name, known_roles)}")
     missing = [name for name in required if name not in entries]
     if missing:
-        raise ConfigError(f"{source}: missing role '{missing[0]}'; add `{missing[0]}:` under `roles:`")
+        similar = difflib.get_close_matches(missing[0], entries, n=1)
+        hint = f" ('{similar[0]}' is there)" if similar else ""
+        raise ConfigError(f"{source}: missing role '{missing[0]}'{hint}; add `{missing[0]}:` under `roles:`")
 
 
 def _build_server(name: str, entry: Any, where: str) -> ServerEntry:
@@ -266,7 +269,10 @@ def _check_role(role: Role, where: str) -> None:
     if role.trained and role.api != "generate":
         raise ConfigError(f"{where}: the policy must use `api: generate`, only that returns token ids and log-probs")
     if not role.trained and role.api == "generate" and not role.tokenizer:
-        raise ConfigError(f"{where}: `api: generate` needs `tokenizer: PATH` (the served model's), or use `server:`")
+        raise ConfigError(
+            f"{where}: `api: generate` needs `tokenizer: PATH` (the served model's), or use `server:`; "
+            "a service without a model needs `api: service`"
+        )
     if role.api == "chat" and not role.model:
         raise ConfigError(f"{where}: `api: chat` needs `model: NAME`")
     limits = {"temperature": (0, True), "top_p": (0, False), "max_new_tokens": (1, True), "timeout_s": (0, False)}

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from agentic.common.command_line import Parser, positive
+from agentic.common.data_files import Problem, Row, count_reasons, one_line, scan_rows, warn_problems
 from agentic.common.errors import AgenticError, ConfigError, RoleUnavailable
 from agentic.memagent.data_documents import DocumentPool, Question, load_pool, load_questions
-from agentic.memagent.data_files import Problem, Row, count_reasons, one_line, scan_rows, warn_problems
 from agentic.memagent.data_filter import FilterSettings, ask, decide, parse_endpoints
 from agentic.memagent.data_items import Item, load_items, scan_items
 from agentic.memagent.data_synthesis import arrange, render_documents

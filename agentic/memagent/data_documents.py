@@ -16,8 +16,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from agentic.common.data_files import Problem, Row, RowError, one_line, scan_rows, split_good, warn_problems
 from agentic.common.errors import ConfigError
-from agentic.memagent.data_files import Problem, Row, RowError, one_line, scan_rows, split_good, warn_problems
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from agentic.common.data_files import Problem, Row, RowError, one_line, scan_rows, split_good, warn_problems
 from agentic.common.errors import ConfigError
 from agentic.memagent.data_documents import DocumentPool, read_references
-from agentic.memagent.data_files import Problem, Row, RowError, one_line, scan_rows, split_good, warn_problems
 from agentic.memagent.data_synthesis import render_documents
 
 QA, RULER = "qa", "ruler"

@@ -28,17 +28,18 @@ from typing import Any, NamedTuple
 import yaml
 
 from agentic.common.clients import check_reachable, close_clients
-from agentic.common.command_line import Parser, positive
-from agentic.common.errors import AgenticError, ConfigError, RoleUnavailable
+from agentic.common.command_line import Parser, positive, resumable_program
+from agentic.common.data_files import count_reasons
+from agentic.common.errors import ConfigError
 from agentic.common.evaluation import Job, RunStore, check_protocol, exclusive, run_jobs, write_whole
 from agentic.common.evaluation_provenance import commit, engine_info, model_fingerprint, sha256_file
+from agentic.common.evaluation_roles import check_served
 from agentic.common.evaluation_statistics import missing
 from agentic.common.roles import POLICY, Role, RoleTable, nearest
 from agentic.memagent.agent import MemAgent
 from agentic.memagent.config import PREFIX, MemAgentConfig
 from agentic.memagent.data import token_count
 from agentic.memagent.data_documents import DocumentPool, load_pool
-from agentic.memagent.data_files import count_reasons
 from agentic.memagent.data_items import Item, load_items
 from agentic.memagent.eval_arms import ARMS, DIRECT, FORMS, AgentArm, DirectArm, Evaluator
 from agentic.memagent.eval_plot import Point, render_svg
@@ -199,12 +200,11 @@ def _with_patience(config: MemAgentConfig, role: Role) -> MemAgentConfig:
 
 
 def _check_engine(name: str, role: Role, info: Mapping[str, Any], needed: int) -> None:
-    length, served = info.get("context_length"), info.get("model_path")
+    length = info.get("context_length")
     if isinstance(length, int) and length < needed:
         what = "--direct-context" if name == DIRECT else f"{PREFIX}window_tokens"
         raise ConfigError(f"roles.{name}: {role.url} has a context of {length} tokens, {what} is {needed}")
-    if served and role.model and Path(str(served)).name != Path(role.model).name:
-        logger.warning("%s: %s serves %s, the role file says %s", name, role.url, served, role.model)
+    check_served(role, info)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -370,19 +370,7 @@ def run(args: Namespace) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    try:
-        return run(parse_args(argv))
-    except (ConfigError, FileNotFoundError, RoleUnavailable) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    except AgenticError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 1
-    except KeyboardInterrupt:
-        sys.stderr.write("stopped; the same command goes on from here\n")
-        return 130
+    return resumable_program(lambda: run(parse_args(argv)))
 
 
 if __name__ == "__main__":

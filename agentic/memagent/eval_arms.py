@@ -10,7 +10,6 @@ Leaves out: settings and files (`eval`), statistics (`eval_summary`).
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import re
 import time
 from collections import Counter
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 
 from agentic.common.clients import PolicyClient
 from agentic.common.errors import AgenticError, ConfigError, InfrastructureError, PromptTooLong
-from agentic.common.evaluation import Job, Outcome
+from agentic.common.evaluation import Job, Outcome, sampling_seed
 from agentic.common.roles import Role
 from agentic.memagent.agent import MemAgent
 from agentic.memagent.data_items import RULER, Item
@@ -240,9 +239,3 @@ def _tokens_by_role(trace: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, i
         counts.update(prompt=entry["prompt_tokens"], completion=entry["completion_tokens"], calls=1)
         counts["cached"] += entry["cached_tokens"]
     return {role: dict(counts) for role, counts in tokens.items()}
-
-
-def sampling_seed(seed: int, job: Job) -> int:
-    """A seed (0 to 2^31 - 1) for one item in one run; the same in every arm."""
-    key = f"{seed}/{job.dataset}/{job.question.id}/{job.run}"
-    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big") >> 1

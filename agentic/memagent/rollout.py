@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from agentic.common.convert import STUB_TOKENS
 from agentic.common.errors import (
@@ -37,7 +37,7 @@ from agentic.memagent.config import MemAgentConfig
 from agentic.memagent.prompts import PromptSet
 from agentic.memagent.reader import Reader, Reading
 from agentic.memagent.reward import MULTI_VALUE_KIND, references_of
-from agentic.memagent.scoring import all_scores
+from agentic.memagent.scoring import all_scores, is_held
 from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import Sample
 
@@ -201,7 +201,9 @@ def eval_log(
     """Append one JSON line per data set to `args.save/eval_log.jsonl`; False, so that slime logs as well.
 
     A failed rollout counts as 0 in every score. `score` is 100 times the mean of `sub_em` (items of kind `ruler`:
-    `multi_value`). Sizes and counts are means and sums over the rollouts that did not fail.
+    `multi_value`). Sizes and counts are means and sums over the rollouts that did not fail; `held` is the share of them
+    whose last memory holds a reference (`scoring.is_held`) and `reward_if_held` their mean reward: a masked answer turn
+    may unlearn to use the memory, which the reward alone does not tell from losing facts.
     """
     path = eval_log_path(args, rollout_id)
     if path is None:
@@ -217,7 +219,19 @@ def _figures(samples: Sequence[Sample]) -> dict[str, Any]:
     usable = [sample for sample in samples if sample.status not in UNUSABLE]
     scored = [_scores(sample) for sample in usable]
     means = {name: sum(scores[name] for scores in scored) / len(samples) for name in scored[0]} if scored else {}
-    return {"score": 0.0, **means, **_sizes([sample.metadata["counters"] for sample in usable])}
+    return {"score": 0.0, **means, **_held(usable), **_sizes([sample.metadata["counters"] for sample in usable])}
+
+
+def _held(usable: Sequence[Sample]) -> dict[str, float | None]:
+    holding = [sample for sample in usable if _holds(sample)]
+    rewards = [cast(float, sample.reward) for sample in holding]
+    share = len(holding) / len(usable) if usable else None
+    return {"held": share, "reward_if_held": sum(rewards) / len(rewards) if rewards else None}
+
+
+def _holds(sample: Sample) -> bool:
+    every = sample.metadata.get("kind") == MULTI_VALUE_KIND
+    return is_held(sample.metadata.get("memory", ""), references_of(sample), every)
 
 
 def _scores(sample: Sample) -> dict[str, float]:

@@ -80,6 +80,13 @@ def multi_value(reply: str, references: Sequence[str]) -> float:
     return sum(found) / len(found) if found else 0.0
 
 
+def is_held(memory: str, references: Sequence[str], every: bool = False) -> bool:
+    """Whether all words of a reference (of `every` one of them) occur in the memory: what the answer turn had to go on."""
+    words = set(normalize(memory).split())
+    held = [bool(normalize(reference)) and set(normalize(reference).split()) <= words for reference in references]
+    return bool(held) and (all(held) if every else any(held))
+
+
 METRICS: dict[str, Metric] = {"em_norm": em_norm, "f1": f1, "sub_em": sub_em, "sub_em_one_way": sub_em_one_way}
 REWARDS = ("em", *METRICS, "multi_value")
 

@@ -2,7 +2,7 @@
 
 Inputs: samples (nested or flat) or train data as a dict of lists. Invariants: a dump holds plain types and tensors
 only and is loaded as such, so that a dump from elsewhere cannot run code; the file appears whole or not at all.
-Left out: dumps of train data.
+Left out: dumps of train data (`train_data_utils`).
 """
 
 from __future__ import annotations
@@ -58,6 +58,25 @@ def validate_rollout_id_annotated(node: Any, depth: int = 0) -> None:
         )
 
 
+def validate_rollout_routed_experts_for_replay(routed_experts: list[torch.Tensor], args: Any) -> None:
+    """Checks the experts an engine reported, one tensor (tokens - 1, layers, top-k) per sample.
+
+    Raises ValueError naming the sample when one is missing, has another shape, or names an expert that does not exist.
+    """
+    layers, top_k = getattr(args, "num_layers", None), getattr(args, "moe_router_topk", None)
+    num_experts = getattr(args, "num_experts", None)
+    for position, experts in enumerate(routed_experts):
+        if experts is None:
+            raise ValueError(f"sample {position}: no routed experts, but routing is to be replayed")
+        tensor = torch.as_tensor(experts)
+        if tensor.ndim != 3 or layers not in (None, tensor.shape[1]) or top_k not in (None, tensor.shape[2]):
+            raise ValueError(
+                f"sample {position}: routed experts of shape {tuple(tensor.shape)}, expected (tokens - 1, {layers}, {top_k})"
+            )
+        if tensor.numel() and (int(tensor.min()) < 0 or (num_experts and int(tensor.max()) >= num_experts)):
+            raise ValueError(f"sample {position}: routed experts outside of 0 to {num_experts} - 1")
+
+
 def save_debug_rollout_data(path_template: str | None, data: Any, *, rollout_id: int, evaluation: bool) -> None:
     """Writes `{"rollout_id", "samples": [dict, ...]}` to `path_template.format(rollout_id=...)`.
 
@@ -69,7 +88,7 @@ def save_debug_rollout_data(path_template: str | None, data: Any, *, rollout_id:
     name = f"eval_{rollout_id}" if evaluation else str(rollout_id)
     path = Path(path_template.format(rollout_id=name))
     leaves = _leaves([result.get("samples") or [] for result in data.values()] if evaluation else data)
-    samples = [_to_plain(sample.to_dict(), f"sample {sample.index}") for sample in leaves]
+    samples = [to_plain(sample.to_dict(), f"sample {sample.index}") for sample in leaves]
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     torch.save({"rollout_id": rollout_id, "samples": samples}, partial)
@@ -101,7 +120,7 @@ def _leaves(value: Any) -> Iterator[Sample]:
         yield value
 
 
-def _to_plain(value: Any, where: str) -> Any:
+def to_plain(value: Any, where: str) -> Any:
     """Copies `value` into builtin types and tensors; `where` names it in the error."""
     if value is None or type(value) in (bool, int, float, str, bytes):
         return value
@@ -112,8 +131,8 @@ def _to_plain(value: Any, where: str) -> Any:
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value.copy())
     if isinstance(value, dict):
-        return {_to_plain(key, where): _to_plain(item, f"{where}.{key}") for key, item in value.items()}
+        return {to_plain(key, where): to_plain(item, f"{where}.{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
         build: Callable[[Any], Any] = tuple if isinstance(value, tuple) else list
-        return build(_to_plain(item, f"{where}[{i}]") for i, item in enumerate(value))
+        return build(to_plain(item, f"{where}[{i}]") for i, item in enumerate(value))
     raise TypeError(f"{where}: cannot dump {type(value).__name__}; keep plain data in samples and their metadata")

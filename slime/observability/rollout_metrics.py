@@ -116,7 +116,27 @@ def compute_metrics_from_samples(args: Namespace, samples: list[Sample]) -> dict
     metrics |= _zero_std_metrics(rewards)
     metrics |= _failure_reasons(samples)
     metrics |= _reward_categories(args, samples)
+    if getattr(args, "log_multi_turn", False):
+        metrics |= _multi_turn(samples)
+    if getattr(args, "log_correct_samples", False):
+        correct = [s.effective_response_length for s in samples if _reward_number(args, s) == 1]
+        metrics |= {
+            "correct_samples": len(correct),
+            **dict_add_prefix(compute_statistics(correct), "correct_response_len/"),
+        }
     return metrics
+
+
+def _multi_turn(samples: list[Sample]) -> dict[str, float]:
+    """Turns per sample (`metadata["round_number"]`), generated tokens, and tokens that came from tools."""
+    rounds = [int(s.metadata["round_number"]) for s in samples if s.metadata.get("round_number") is not None]
+    generated = [sample.effective_response_length for sample in samples]
+    observed = [sample.response_length - own for sample, own in zip(samples, generated, strict=True)]
+    return {
+        **dict_add_prefix(compute_statistics(rounds), "multi_turn/round_number/"),
+        **dict_add_prefix(compute_statistics(generated), "multi_turn/generated_tokens/"),
+        **dict_add_prefix(compute_statistics(observed), "multi_turn/observed_tokens/"),
+    }
 
 
 def _ratio(samples: list[Sample], status: Sample.Status) -> float:

@@ -86,10 +86,14 @@ class RayTrainGroup:
         return wait_all([getattr(actor, method).remote(*arguments) for actor in self._actor_handlers])
 
     def async_train(self, rollout_id: int, rollout_data_ref: Any, external_data: Any = None) -> list[Any]:
-        """Start training on one rollout; one reference per rank, rank 0's resolves to the metrics."""
+        """Start training on one rollout; one reference per rank, rank 0's resolves to the metrics.
+
+        `external_data`: one entry (or reference) per rank, or None.
+        """
+        extras = [None] * len(self._actor_handlers) if external_data is None else external_data
         return [
-            actor.train.remote(rollout_id, rollout_data_ref, external_data=external_data)
-            for actor in self._actor_handlers
+            actor.train.remote(rollout_id, rollout_data_ref, external_data=extra)
+            for actor, extra in zip(self._actor_handlers, extras, strict=True)
         ]
 
     def save_model(self, rollout_id: int, force_sync: bool = False) -> None:

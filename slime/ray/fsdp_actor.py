@@ -1,4 +1,4 @@
-"""FSDP training rank as a Ray actor: a thin shell around `FSDPTrainer`, which knows nothing of Ray.
+"""FSDP training rank as a Ray actor: a thin shell around `FSDPTrainer` or `CriticTrainer`, which know nothing of Ray.
 
 It fetches this rank's share of the rollout data and asks the rollout manager for the engines; everything else is the trainer's.
 """
@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 
+from slime.backends.fsdp_utils.critic import CriticTrainer
 from slime.backends.fsdp_utils.trainer import FSDPTrainer
 from slime.observability.logging_utils import configure_logger, init_tracking
 from slime.ray.train_actor import TrainRayActor
@@ -29,15 +30,20 @@ class FSDPTrainRayActor(TrainRayActor):
         self.rollout_manager: Any = None
         if self.rank == 0:
             init_tracking(args, primary=False, role=role)
-        self.trainer = FSDPTrainer()
+        self.trainer = CriticTrainer() if role == "critic" else FSDPTrainer()
         return self.trainer.init(args, role, with_ref)
 
     def train(self, rollout_id: int, rollout_data_ref: list[Any], external_data: Any = None) -> dict[str, Any] | None:
-        """See the base class. There is no critic, so `external_data` must be None."""
-        if external_data is not None:
-            raise ValueError("external_data comes from a critic, which --train-backend fsdp does not have")
+        """See the base class. `external_data`: what the critic's rank of the same number returned, its `values`.
+
+        A critic returns `values` on every rank, in the order of the rank's rows.
+        """
         data = process_rollout_data(self.args, rollout_data_ref, self.rank, self.world_size)
-        metrics = self.trainer.train(rollout_id, data)
+        if external_data is not None:
+            data["values"] = external_data["values"]
+        metrics: dict[str, Any] = dict(self.trainer.train(rollout_id, data))
+        if isinstance(self.trainer, CriticTrainer):
+            return {**metrics, "values": self.trainer.values}
         return metrics if self.rank == 0 else None
 
     def save_model(self, rollout_id: int, force_sync: bool = False) -> None:

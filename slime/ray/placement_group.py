@@ -18,10 +18,12 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from slime.ray.actor_critic import ActorCriticGroup
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.errors import BadInput
 from slime.ray.rollout import RolloutManager
 from slime.ray.utils import add_default_ray_env_vars, as_actor, get_physical_gpu_id
+from slime.utils.arguments.roles import parse_megatron_role_args
 from slime.utils.misc import get_current_node_ip
 
 logger = logging.getLogger(__name__)
@@ -41,9 +43,9 @@ class InfoActor:
         return get_current_node_ip(), get_physical_gpu_id()
 
 
-def sort_key(entry: tuple[int, str, int | str]) -> tuple[list[int], int, str]:
+def sort_key(x: tuple[int, str, int | str]) -> tuple[list[int], int, str]:
     """Order of a bundle `(index, node ip or name, gpu id)`: by node, then by device number (as an integer)."""
-    _, node, gpu_id = entry
+    _, node, gpu_id = x
     try:
         address = list(ipaddress.ip_address(node).packed)
     except ValueError:
@@ -189,6 +191,14 @@ def create_actor_model(
     Raises:
         RuntimeError: the ranks disagree about the rollout to start with.
     """
+    group, start_id = _create_actor(args, pgs, rollout_manager, actor_cls)
+    _set_start(args, start_id)
+    return group
+
+
+def _create_actor(
+    args: Namespace, pgs: dict[str, Bundles], rollout_manager: Any, actor_cls: type | None
+) -> tuple[RayTrainGroup, int]:
     group = allocate_train_group(
         args,
         args.actor_num_nodes,
@@ -197,18 +207,54 @@ def create_actor_model(
         with_ref=args.kl_coef != 0 or args.use_kl_loss,
         actor_cls=actor_cls,
     )
-    start_ids = set(group.create(rollout_manager))
-    if len(start_ids) > 1:
-        raise RuntimeError(f"training ranks disagree about the first rollout: {sorted(start_ids)}")
+    return group, _common_start(group.create(rollout_manager))
+
+
+def _common_start(start_ids: list[int]) -> int:
+    if len(set(start_ids)) > 1:
+        raise RuntimeError(f"training ranks disagree about the first rollout: {sorted(set(start_ids))}")
+    return start_ids[0] if start_ids else 0
+
+
+def _set_start(args: Namespace, start_id: int) -> None:
     if args.start_rollout_id is None:
-        args.start_rollout_id = start_ids.pop() if start_ids else 0
-    return group
+        args.start_rollout_id = start_id
+
+
+def _create_actor_critic(
+    args: Namespace, pgs: dict[str, Bundles], rollout_manager: Any, actor_cls: type | None
+) -> ActorCriticGroup:
+    """Both groups on the actor's bundles; the critic's checkpoint decides the first rollout, it is the one that always trains."""
+    actor_args = parse_megatron_role_args(args, args.megatron_config_path, "actor")
+    critic_args = parse_megatron_role_args(args, args.megatron_config_path, "critic")
+    critic = allocate_train_group(
+        critic_args,
+        args.actor_num_nodes,
+        args.actor_num_gpus_per_node,
+        pgs["actor"],
+        role="critic",
+        actor_cls=actor_cls,
+    )
+    critic_start = _common_start(critic.create())
+    actor, actor_start = _create_actor(actor_args, pgs, rollout_manager, actor_cls)
+    if actor_start != critic_start and critic_start > args.num_critic_only_steps:
+        raise RuntimeError(
+            f"the actor's checkpoint continues with rollout {actor_start}, the critic's with {critic_start}; "
+            "give --load and --ckpt-step of one run"
+        )
+    _set_start(args, critic_start)
+    return ActorCriticGroup(args, actor, critic)
 
 
 def create_training_models(
     args: Namespace, pgs: dict[str, Bundles], rollout_manager: Any, actor_cls: type | None = None
-) -> RayTrainGroup:
-    """Start training and move the data source to the position that belongs to the first rollout."""
-    actor_model = create_actor_model(args, pgs, rollout_manager, actor_cls)
+) -> RayTrainGroup | ActorCriticGroup:
+    """Start training and move the data source to the position that belongs to the first rollout.
+
+    With a critic the two groups come as one object with the interface of a train group.
+    """
+    with_critic = args.use_critic and args.num_rollout != 0
+    create = _create_actor_critic if with_critic else create_actor_model
+    models = create(args, pgs, rollout_manager, actor_cls)
     ray.get(rollout_manager.load.remote(args.start_rollout_id - 1))
-    return actor_model
+    return models

@@ -24,14 +24,17 @@ from slime.observability.rollout_data_utils import (
     validate_rollout_id_annotated,
 )
 from slime.observability.rollout_metrics import log_eval_rollout_data, log_rollout_data
-from slime.ray.engines import RolloutServer, start_rollout_servers
-from slime.ray.utils import Lock, as_actor
+from slime.ray.engines import RolloutServer, ServerGroup, start_rollout_servers
+from slime.ray.utils import Lock, as_actor, wait_all
 from slime.rollout import conversion
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
 from slime.utils.arguments.hooks import ROLLOUT_HOOKS
+from slime.utils.health_monitor import RolloutHealthMonitor
 from slime.utils.http_utils import init_http_client
 from slime.utils.misc import Box, load_function
 from slime.utils.types import Sample
+
+__all__ = ["RolloutManager", "RolloutServer", "ServerGroup", "start_rollout_servers"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +44,9 @@ ROUTER_ATTRIBUTES = ("sglang_router_ip", "sglang_router_port", "sglang_model_rou
 class RolloutManager:
     """One per run, as a Ray actor. Call `load_inputs`, then `start_servers`, before anything else."""
 
+    _monitors: list[RolloutHealthMonitor] = []
+    _compare_next_sync = False
+
     def __init__(self, args: Namespace, pg: Any) -> None:
         configure_logger()
         self.args = args
@@ -48,6 +54,7 @@ class RolloutManager:
         self.servers: dict[str, RolloutServer] = {}
         self.train_parallel_config: dict[str, int] = {"dp_size": 1, "cp_size": 1, "tp_size": 1, "pp_size": 1}
         self._lock: Any = None
+        self._monitors = []
         self._latest: dict[str, float] = {}
 
     def load_inputs(self) -> int | None:
@@ -69,13 +76,54 @@ class RolloutManager:
         """Start router and engines unless `--debug-train-only`; returns the `args` attributes that this settles."""
         if self.args.debug_train_only:
             return {}
-        self.servers = start_rollout_servers(self.args, self.pg)
+        self.servers, starting = start_rollout_servers(self.args, self.pg)
+        wait_all(starting)
+        if self.args.check_weight_update_equal:
+            # The engines loaded --hf-checkpoint, and so did the trainer: its first sync must bring the same back.
+            self.check_weights("snapshot")
+            self.check_weights("reset_tensors")
+            self._compare_next_sync = True
+        self._start_monitors()
         self._lock = as_actor(Lock, num_cpus=0).remote()
         init_http_client(self.args)
         return {name: getattr(self.args, name) for name in ROUTER_ATTRIBUTES}
 
+    def _start_monitors(self) -> None:
+        if not self.args.use_fault_tolerance:
+            return
+        for server in self.servers.values():
+            for group in server.server_groups:
+                group.note_urls()
+                monitor = RolloutHealthMonitor(group, self.args)
+                if monitor.start():
+                    self._monitors.append(monitor)
+
+    def health_monitoring_pause(self) -> None:
+        """Stop looking for dead engines: they may be offloaded or updated now."""
+        for monitor in self._monitors:
+            monitor.pause()
+
+    def health_monitoring_resume(self) -> None:
+        """Look for dead engines again."""
+        for monitor in self._monitors:
+            monitor.resume()
+
+    def recover_updatable_engines(self) -> tuple[list[Any], Any, int, list[int], list[int], list[dict[str, Any]]]:
+        """Start dead engines of `server` again (`--use-fault-tolerance`); returns what `get_updatable_engines_and_lock` does."""
+        self.health_monitoring_pause()
+        if self.server is not None and self.args.use_fault_tolerance:
+            self.server.recover()
+        return self._updatable()
+
+    def check_weights(self, action: str) -> list[Any]:
+        """`snapshot`, `reset_tensors` or `compare` the weights of every engine; `compare` fails when they differ."""
+        return wait_all([engine.check_weights.remote(action) for engine in self.rollout_engines])
+
     def dispose(self) -> None:
         """End the engines and the router that `start_servers` started."""
+        for monitor in self._monitors:
+            monitor.stop()
+        self._monitors = []
         for server in self.servers.values():
             server.stop()
         self.servers = {}
@@ -93,7 +141,13 @@ class RolloutManager:
     def get_updatable_engines_and_lock(
         self,
     ) -> tuple[list[Any], Any, int, list[int], list[int], list[dict[str, Any]]]:
-        """`(engines, lock, number of new ones, GPUs of each, first GPU of each, parallel sizes of each)`."""
+        """`(engines, lock, number of new ones, GPUs of each, first GPU of each, parallel sizes of each)`.
+
+        With `--use-fault-tolerance` dead engines are replaced first: whoever asks is about to send weights.
+        """
+        return self.recover_updatable_engines() if self.args.use_fault_tolerance else self._updatable()
+
+    def _updatable(self) -> tuple[list[Any], Any, int, list[int], list[int], list[dict[str, Any]]]:
         server = self.server
         if server is None:
             return [], self._lock, 0, [], [], []
@@ -110,6 +164,9 @@ class RolloutManager:
         """The trainer has connected to all engines."""
         if self.server:
             self.server.num_new_engines = 0
+        if self._compare_next_sync:
+            self._compare_next_sync = False
+            self.check_weights("compare")
 
     def set_train_parallel_config(self, config: dict[str, int]) -> None:
         """Tell into how many shares the training data are cut (`dp_size`, `cp_size`, ...)."""
@@ -122,7 +179,9 @@ class RolloutManager:
     def generate(self, rollout_id: int) -> list[Box] | None:
         """Run one rollout; one box per data-parallel rank, None with `--debug-rollout-only`."""
         start = time.monotonic()
+        self.health_monitoring_resume()
         samples, metrics = self._get_rollout_data(rollout_id)
+        self.health_monitoring_pause()
         save_debug_rollout_data(self.args.save_debug_rollout_data, samples, rollout_id=rollout_id, evaluation=False)
         if not self.args.load_debug_rollout_data:
             logged = log_rollout_data(rollout_id, self.args, samples, metrics, time.monotonic() - start)
@@ -159,6 +218,7 @@ class RolloutManager:
 
     def offload(self) -> None:
         """Release the engines' device memory."""
+        self.health_monitoring_pause()
         for server in self.servers.values():
             server.offload()
 

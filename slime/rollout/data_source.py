@@ -159,12 +159,13 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     def add_samples(self, samples: list[list[Sample]]) -> None:
         """Appends groups to the buffer.
 
-        Raises ValueError when it is not a list of lists of `n_samples_per_prompt` members.
+        Raises AssertionError when it is not a list of lists of `n_samples_per_prompt` members.
         """
+        wanted = self.args.n_samples_per_prompt
+        assert isinstance(samples, list), f"add_samples takes a list of groups, got {type(samples).__name__}"
         for group in samples:
-            if not isinstance(group, list) or len(group) != self.args.n_samples_per_prompt:
-                size = len(group) if isinstance(group, list) else type(group).__name__
-                raise ValueError(f"a group needs --n-samples-per-prompt {self.args.n_samples_per_prompt}, got {size}")
+            assert isinstance(group, list), f"a group must be a list of samples, got {type(group).__name__}"
+            assert len(group) == wanted, f"a group needs --n-samples-per-prompt {wanted} members, got {len(group)}"
         self.buffer.extend(samples)
 
     def update_metadata(self, metadata: dict[str, Any]) -> None:

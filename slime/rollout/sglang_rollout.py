@@ -24,7 +24,7 @@ from typing import Any
 from tqdm import tqdm
 
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, iter_leaves
-from slime.rollout.engine_abort import ABORT_INTERVAL_S, abort_requests, abort_until_idle, worker_urls
+from slime.rollout.eval_inputs import EVAL_PROMPT_DATASET, eval_reward, eval_samples, eval_sampling_params
 from slime.rollout.filter_hub.base_types import (
     MetricGatherer,
     call_dynamic_filter,
@@ -33,21 +33,32 @@ from slime.rollout.filter_hub.base_types import (
 from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.rollout.sample_hooks import accepted_keywords, apply_rollout_sample_hooks, set_current_rollout_id
 from slime.utils.async_utils import run
-from slime.utils.data import Dataset
+from slime.utils.engine_abort import ABORT_INTERVAL_S, abort_requests, abort_servers_until_idle, worker_urls
 from slime.utils.eval_config import EvalDatasetConfig
 from slime.utils.http_utils import _wrap_ipv6, get_rollout_num_engines, post
 from slime.utils.misc import SingletonMeta, load_function
 from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.types import Sample
 
+__all__ = [
+    "EVAL_PROMPT_DATASET",
+    "GenerateState",
+    "abort",
+    "eval_rollout",
+    "eval_rollout_single_dataset",
+    "generate",
+    "generate_and_rm",
+    "generate_and_rm_group",
+    "generate_rollout",
+    "generate_rollout_async",
+    "get_model_url",
+]
+
 logger = logging.getLogger(__name__)
 
 ABORT_GRACE_S = 60.0  # partial rollout: how long a sample may take to stop before its task is cancelled
 CANCEL_GRACE_S = 10.0  # how long a cancelled task may take to clean up
 PROGRESS_INTERVAL_S = 2.0
-
-# A dataset is read once per process, however often it is evaluated.
-EVAL_PROMPT_DATASET: dict[tuple[Any, ...], Dataset] = {}
 
 _FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED, Sample.Status.FAILED)
 _SCORABLE = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED, Sample.Status.PENDING)
@@ -81,11 +92,12 @@ class GenerateState(metaclass=SingletonMeta):
     @property
     def semaphore(self) -> asyncio.Semaphore:
         """Limit of concurrent model calls (`sglang_server_concurrency` per engine) for the running event loop."""
-        loop = asyncio.get_running_loop()
-        if loop not in self._semaphores:
-            limit = self.args.sglang_server_concurrency * get_rollout_num_engines(self.args)
-            self._semaphores[loop] = asyncio.Semaphore(max(limit, 1))
-        return self._semaphores[loop]
+        limit = max(self.args.sglang_server_concurrency * get_rollout_num_engines(self.args), 1)
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            return asyncio.Semaphore(limit)  # only to be looked at: nothing can wait for it outside of a loop
+        return self._semaphores.setdefault(loop, asyncio.Semaphore(limit))
 
     @contextmanager
     def dp_rank_context(self) -> Iterator[int]:
@@ -134,7 +146,7 @@ def _train_sampling_params(args: Namespace) -> dict[str, Any]:
     return params
 
 
-def _prompt_ids(state: GenerateState, sample: Sample) -> list[int]:
+def prompt_ids(state: GenerateState, sample: Sample) -> list[int]:
     """Ids of the prompt; a list of messages is rendered with the chat template first."""
     if sample.multimodal_inputs:
         raise NotImplementedError(
@@ -153,16 +165,18 @@ def _prompt_ids(state: GenerateState, sample: Sample) -> list[int]:
     return list(state.tokenizer.encode(text, add_special_tokens=False))
 
 
-def _response_budget(args: Namespace, sample: Sample, prompt_ids: list[int], params: dict[str, Any], ev: bool) -> int:
+def response_budget(
+    args: Namespace, sample: Sample, input_ids: list[int], params: dict[str, Any], evaluation: bool = False
+) -> int:
     """Tokens that may still be generated: the response limit less what exists, within the context limit."""
     budget = int(params["max_new_tokens"]) - sample.response_length
     assert (
         budget >= 0
     ), f"sample {sample.index}: response of {sample.response_length} exceeds {params['max_new_tokens']}"
     context = getattr(args, "rollout_max_context_len", None)
-    if ev and getattr(args, "eval_max_context_len", None) is not None:
+    if evaluation and getattr(args, "eval_max_context_len", None) is not None:
         context = args.eval_max_context_len
-    return budget if context is None else max(0, min(budget, context - len(prompt_ids)))
+    return budget if context is None else max(0, min(budget, context - len(input_ids)))
 
 
 async def generate(
@@ -175,25 +189,32 @@ async def generate(
     """
     assert sample.status in (Sample.Status.PENDING, Sample.Status.ABORTED), f"cannot generate for {sample.status}"
     state = GenerateState(args)
-    input_ids = sample.tokens or _prompt_ids(state, sample)
-    sampling_params["max_new_tokens"] = _response_budget(args, sample, input_ids, sampling_params, evaluation)
+    input_ids = sample.tokens or prompt_ids(state, sample)
+    sampling_params["max_new_tokens"] = response_budget(args, sample, input_ids, sampling_params, evaluation)
     if sampling_params["max_new_tokens"] == 0:
         sample.tokens = list(input_ids)
         sample.status = Sample.Status.TRUNCATED
         return sample
-    payload = {"sampling_params": sampling_params, "return_logprob": True, "input_ids": input_ids}
-    if getattr(args, "use_rollout_routing_replay", False):
-        payload["return_routed_experts"] = True
-    headers = None
-    if getattr(args, "router_policy", None) == "consistent_hashing" and sample.session_id:
-        headers = {"X-SMG-Routing-Key": sample.session_id}
+    payload, headers = generation_payload(args, sample, input_ids, sampling_params)
     async with state.semaphore:
         if state.aborted:
             sample.status = Sample.Status.ABORTED
             return sample
         output = await _ask_engine(args, payload, headers)
-    _merge_output(args, sample, input_ids, output)
+    merge_output(args, sample, input_ids, output)
     return sample
+
+
+def generation_payload(
+    args: Namespace, sample: Sample, input_ids: list[int], sampling_params: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, str] | None]:
+    """Body and headers of a `/generate` request; the header keeps a session's requests on one engine."""
+    payload: dict[str, Any] = {"sampling_params": sampling_params, "return_logprob": True, "input_ids": input_ids}
+    if getattr(args, "use_rollout_routing_replay", False):
+        payload["return_routed_experts"] = True
+    if getattr(args, "router_policy", None) == "consistent_hashing" and sample.session_id:
+        return payload, {"X-SMG-Routing-Key": sample.session_id}
+    return payload, None
 
 
 async def _ask_engine(args: Namespace, payload: dict[str, Any], headers: dict[str, str] | None) -> dict[str, Any]:
@@ -211,7 +232,8 @@ async def _ask_engine(args: Namespace, payload: dict[str, Any], headers: dict[st
         ) from error
 
 
-def _merge_output(args: Namespace, sample: Sample, input_ids: list[int], output: dict[str, Any]) -> None:
+def merge_output(args: Namespace, sample: Sample, input_ids: list[int], output: dict[str, Any]) -> None:
+    """Appends what the engine returned for `input_ids` to the sample. Raises ValueError when it read other ids."""
     meta = output["meta_info"]
     if meta.get("prompt_tokens", len(input_ids)) != len(input_ids):
         raise ValueError(f"sent {len(input_ids)} prompt tokens, the engine read {meta['prompt_tokens']}")
@@ -356,7 +378,7 @@ async def abort(args: Namespace, rollout_id: int) -> list[list[Sample]]:
             await abort_requests(urls)
             await asyncio.wait(waiting, timeout=ABORT_INTERVAL_S)
     await _cancel(state.pendings)
-    await abort_until_idle(urls)
+    await abort_servers_until_idle(urls)
     return _returned_groups(state, rollout_id) if args.partial_rollout else []
 
 
@@ -396,12 +418,17 @@ async def generate_rollout_async(
         await _cancel(state.pendings)
         state.reset()
     kept.sort(key=_first_index)
+    apply_group_hooks(args, kept, finished, data_source)
+    return RolloutFnTrainOutput(samples=kept, metrics=gatherer.collect()), aborted
+
+
+def apply_group_hooks(args: Namespace, kept: list[Any], finished: list[Any], data_source: Any) -> None:
+    """Runs the hooks on whole rollouts: the filter on the groups that are kept, then the one that sees all groups."""
     if args.rollout_sample_filter_path is not None:
         load_function(args.rollout_sample_filter_path)(args, kept)
     if args.rollout_all_samples_process_path is not None:
         finished.sort(key=_first_index)
         load_function(args.rollout_all_samples_process_path)(args, finished, data_source)
-    return RolloutFnTrainOutput(samples=kept, metrics=gatherer.collect()), aborted
 
 
 async def _collect(
@@ -480,8 +507,9 @@ async def eval_rollout_single_dataset(
 
     A rollout without a score counts 0.0; it keeps `reward=None` in `samples`, and FAILED ones are counted in `failed`.
     """
-    samples = _eval_samples(args, dataset_cfg)
-    params = _eval_sampling_params(dataset_cfg)
+    state = GenerateState(args)
+    samples = eval_samples(args, dataset_cfg, state.tokenizer, state.processor)
+    params = eval_sampling_params(dataset_cfg)
     repeats = dataset_cfg.n_samples_per_eval_prompt or 1
     deterministic = getattr(args, "sglang_enable_deterministic_inference", False)
     calls = []
@@ -493,72 +521,12 @@ async def eval_rollout_single_dataset(
     reward_key = getattr(args, "eval_reward_key", None) or getattr(args, "reward_key", None)
     return {
         dataset_cfg.name: {
-            "rewards": [_eval_reward(result, reward_key) for result in results],
+            "rewards": [eval_reward(result, reward_key) for result in results],
             "truncated": [_has_status(result, Sample.Status.TRUNCATED) for result in results],
             "samples": list(iter_leaves(results)),
             "failed": sum(_has_status(result, Sample.Status.FAILED) for result in results),
         }
     }
-
-
-def _eval_reward(result: Any, reward_key: str | None) -> Any:
-    """The reward of a rollout: that of its first scored sample, 0.0 without one."""
-    reward: Any = next((sample.reward for sample in iter_leaves(result) if sample.reward is not None), 0.0)
-    return float(reward[reward_key]) if reward_key and isinstance(reward, dict) else reward
-
-
-def _eval_samples(args: Namespace, cfg: EvalDatasetConfig) -> list[Sample]:
-    """Independent copies of all prompts, repeated, numbered and marked with the dataset's functions."""
-    samples: list[Sample] = []
-    repeats = cfg.n_samples_per_eval_prompt or 1
-    for group_index, prompt in enumerate(_eval_dataset(args, cfg).samples):
-        for _ in range(repeats):
-            sample = copy.deepcopy(prompt)
-            sample.group_index = group_index
-            sample.index = len(samples)
-            sample.session_id = uuid.uuid4().hex
-            sample.metadata = cfg.inject_metadata(sample.metadata)
-            sample.generate_function_path = cfg.custom_generate_function_path
-            sample.custom_rm_path = cfg.custom_rm_path
-            samples.append(sample)
-    return samples
-
-
-def _eval_dataset(args: Namespace, cfg: EvalDatasetConfig) -> Dataset:
-    key = (*cfg.cache_key, args.hf_checkpoint, args.eval_max_prompt_len)
-    if key not in EVAL_PROMPT_DATASET:
-        state = GenerateState(args)
-        EVAL_PROMPT_DATASET[key] = Dataset(
-            cfg.path,
-            tokenizer=state.tokenizer,
-            processor=state.processor,
-            max_length=args.eval_max_prompt_len,
-            prompt_key=cfg.input_key or args.input_key,
-            multimodal_keys=cfg.multimodal_keys,
-            label_key=cfg.label_key,
-            tool_key=cfg.tool_key,
-            metadata_key=cfg.metadata_key or args.metadata_key,
-            apply_chat_template=bool(cfg.apply_chat_template),
-            apply_chat_template_kwargs=cfg.apply_chat_template_kwargs,
-        )
-    return EVAL_PROMPT_DATASET[key]
-
-
-def _eval_sampling_params(cfg: EvalDatasetConfig) -> dict[str, Any]:
-    params = {
-        "temperature": cfg.temperature,
-        "top_p": cfg.top_p,
-        "top_k": cfg.top_k,
-        "max_new_tokens": cfg.max_response_len,
-        "stop": cfg.stop,
-        "stop_token_ids": cfg.stop_token_ids,
-        "min_new_tokens": cfg.min_new_tokens,
-        "repetition_penalty": cfg.repetition_penalty,
-        "skip_special_tokens": cfg.skip_special_tokens,
-        "no_stop_trim": True if cfg.no_stop_trim is None else cfg.no_stop_trim,
-        "spaces_between_special_tokens": False,
-    }
-    return {name: value for name, value in params.items() if value is not None}
 
 
 def generate_rollout(

@@ -8,13 +8,15 @@ Invariants:
 * within the steps every sample is scheduled exactly once.
 
 Rollouts beyond a multiple of `global_batch_size` are left out here; `slime.rollout.conversion.pad_to_global_batch` makes
-that case impossible in training by padding instead. Left out: micro-batches by FLOPs (`--balance-by-flops`).
+that case impossible in training by padding instead. With `balance_by_flops` micro-batches have nearly equal forward FLOPs, and the
+token budget only decides how many there are.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from slime.utils.flops_utils import calculate_fwd_flops
 from slime.utils.seqlen_balancing import expand_bins_by_splitting, first_fit_pack, get_seqlen_balanced_partitions
 
 Schedule = tuple[list[list[int]], list[list[list[int]]], list[int], list[int]]
@@ -74,22 +76,34 @@ def _micro_batches(args: Any, config: dict[str, Any], samples: list[int], total_
         )
         return [samples[start : start + size] for start in range(0, len(samples), size)]
     lengths = [total_lengths[position] for position in samples]
-    bins = _pack_under_cap(lengths, args.max_tokens_per_gpu * int(config.get("cp_size") or 1))
+    cap = args.max_tokens_per_gpu * int(config.get("cp_size") or 1)
+    if getattr(args, "balance_by_flops", False):
+        bins = _equal_flops(args, lengths, -(-sum(lengths) // cap))
+    else:
+        bins = _pack_under_cap(lengths, cap)
     expand_bins_by_splitting(bins, -(-len(bins) // multiple) * multiple, lengths)
     return [[samples[i] for i in members] for members in bins]
 
 
-def _assign_to_ranks(bins: list[list[int]], dp_size: int, balance: bool, total_lengths: list[int]) -> list[list[int]]:
-    """Numbers of the micro-batches of each rank: strided, or equal counts with nearly equal token sums."""
-    if not balance:
+def _equal_flops(args: Any, lengths: list[int], count: int) -> list[list[int]]:
+    """`count` groups (at most one per sample) of nearly equal forward FLOPs."""
+    costs = [calculate_fwd_flops([length], args) for length in lengths]
+    return get_seqlen_balanced_partitions(costs, min(count, len(lengths)), equal_size=False)
+
+
+def _assign_to_ranks(args: Any, bins: list[list[int]], dp_size: int, total_lengths: list[int]) -> list[list[int]]:
+    """Numbers of the micro-batches of each rank: strided, or equal counts with nearly equal sums of tokens or FLOPs."""
+    by_flops = getattr(args, "balance_by_flops", False)
+    if not (args.balance_data or by_flops):
         return [list(range(rank, len(bins), dp_size)) for rank in range(dp_size)]
-    weights = [sum(total_lengths[position] for position in members) for members in bins]
+    lengths = [[total_lengths[position] for position in members] for members in bins]
+    weights = [calculate_fwd_flops(row, args) if by_flops else sum(row) for row in lengths]
     return get_seqlen_balanced_partitions(weights, dp_size, equal_size=True)
 
 
 def _check_request(args: Any, total_lengths: list[int], rollout_indices: list[int]) -> None:
-    if getattr(args, "balance_by_flops", False):
-        raise ValueError("--balance-by-flops is not available in this version; use --balance-data")
+    if getattr(args, "balance_by_flops", False) and not args.use_dynamic_batch_size:
+        raise ValueError("--balance-by-flops: needs --use-dynamic-batch-size")
     if len(total_lengths) != len(rollout_indices):
         raise ValueError(f"{len(total_lengths)} lengths but {len(rollout_indices)} rollout ids")
 
@@ -102,7 +116,8 @@ def build_dp_schedule(
     global_batch_size: int,
     rollout_indices: list[int],
 ) -> Schedule:
-    """Schedules one rollout's samples. Reads `use_dynamic_batch_size, max_tokens_per_gpu, micro_batch_size, balance_data`.
+    """Schedules one rollout's samples. Reads `use_dynamic_batch_size, max_tokens_per_gpu, micro_batch_size, balance_data`,
+    and with `balance_by_flops` the sizes of the model (`slime.utils.flops_utils`).
 
     `train_parallel_config`: `dp_size`, optional `cp_size`, `vpp_size`, `microbatch_group_size`.
 
@@ -121,7 +136,7 @@ def build_dp_schedule(
     for number, samples in enumerate(split_into_steps(rollout_indices, global_batch_size)):
         assert len(samples) >= dp_size, f"step {number} has {len(samples)} samples for {dp_size} data-parallel ranks"
         bins = _micro_batches(args, train_parallel_config, samples, total_lengths)
-        for rank, chosen in enumerate(_assign_to_ranks(bins, dp_size, args.balance_data, total_lengths)):
+        for rank, chosen in enumerate(_assign_to_ranks(args, bins, dp_size, total_lengths)):
             for members in (bins[n] for n in chosen):
                 start = len(partitions[rank])
                 micro_batch_indices[rank].append(list(range(start, start + len(members))))

@@ -41,6 +41,15 @@ class EvalDatasetConfig:
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
     custom_generate_function_path: str | None = None
+    # Of the public interface, for services that are not part of this version: refused when set.
+    app_service: str | None = None
+    eval_task_timeout: int | None = None
+    min_eval_samples: int | None = None
+    eval_early_stop_remaining: int | None = None
+    eval_early_stop_idle_timeout: float | None = None
+    message_processor: dict[str, Any] | None = None
+    reward_model: dict[str, Any] | None = None
+    remote_environment: dict[str, Any] | None = None
     metadata_overrides: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -58,6 +67,16 @@ class EvalDatasetConfig:
         return metadata
 
 
+_UNAVAILABLE = (
+    "app_service",
+    "eval_task_timeout",
+    "min_eval_samples",
+    "eval_early_stop_remaining",
+    "eval_early_stop_idle_timeout",
+    "message_processor",
+    "reward_model",
+    "remote_environment",
+)
 _NAMES = tuple(f.name for f in fields(EvalDatasetConfig))
 _DEFAULT_NAMES = tuple(name for name in _NAMES if name not in ("name", "path"))
 
@@ -128,6 +147,9 @@ def _resolve(args: Any, entry: dict[str, Any], defaults: dict[str, Any], where: 
     config = EvalDatasetConfig(**values)
     if config.multimodal_keys:
         raise ValueError(f"{where}: multimodal_keys: not available in this version, which loads text prompts only")
+    given = [name for name in _UNAVAILABLE if getattr(config, name) is not None]
+    if given:
+        raise ValueError(f"{where}: {given[0]}: not available in this version; leave it out")
     if config.temperature is not None and config.temperature < 0:
         raise ValueError(f"{where}: temperature {config.temperature}: must not be negative")
     for name in ("n_samples_per_eval_prompt", "max_response_len"):

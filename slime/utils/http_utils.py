@@ -6,7 +6,7 @@ Invariants:
   * One client per running event loop, so training, evaluation and background loops can all post.
   * Requests that must overtake waiting generations (`/abort_request`, every GET) use connections of their own and have
     a deadline. A generation has none: the caller bounds it with `asyncio.wait_for` or by cancelling.
-Leaves out: spreading posts over Ray actors, and starting routers (`slime/backends/sglang_utils`).
+Leaves out: spreading posts over Ray actors, and routers that end with their owner (`slime/backends/sglang_utils`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import multiprocessing
 import os
 import random
 import socket
 import threading
 import weakref
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -107,6 +109,18 @@ async def post(url: str, payload: Any, max_retries: int = 60, headers: dict[str,
     raise AssertionError("unreachable")
 
 
+async def stream_lines(url: str, payload: Any, headers: dict[str, str] | None = None) -> AsyncIterator[str]:
+    """POST `payload` once and yield the answer's lines as they arrive. Raises `httpx.HTTPError`; no retry."""
+    content = orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+    headers = {"Content-Type": "application/json", **(headers or {})}
+    async with _client(control=False).stream("POST", url, content=content, headers=headers) as response:
+        if not response.is_success:
+            await response.aread()
+            _raise_for_status(response)
+        async for line in response.aiter_lines():
+            yield line
+
+
 async def get(url: str) -> Any:
     """GET `url` once and return the decoded JSON. Raises `httpx.HTTPError`, or ValueError when it is no JSON."""
     response = await _client(control=True).get(url)
@@ -171,6 +185,25 @@ def get_host_info() -> tuple[str, str]:
         if address is not None and address != loopback:
             return hostname, address
     return hostname, families[0][2]
+
+
+def run_router(args: Any) -> None:
+    """Run sglang-router in this process until it ends; `args` is a `RouterArgs`. For a process of one's own."""
+    from sglang_router.launch_router import launch_router
+
+    if launch_router(args) is None:
+        raise RuntimeError("the router ended")
+
+
+def terminate_process(process: multiprocessing.Process, timeout: float = 1.0) -> None:
+    """End a process: politely, and when it is still there after `timeout` seconds, by force. Does nothing when it ended."""
+    if not process.is_alive():
+        return
+    process.terminate()
+    process.join(timeout)
+    if process.is_alive():
+        process.kill()
+        process.join()
 
 
 def _route_source(family: socket.AddressFamily, probe: str) -> str | None:

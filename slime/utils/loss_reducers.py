@@ -7,7 +7,10 @@ is the same on every rank, so that the sum over micro-batches and ranks does not
 Invariants: a masked token has weight 0; a fully masked sample contributes exactly 0. With the denominator of all samples of
 a rollout set to that rollout's trained tokens, cutting a rollout into samples does not change the result.
 
-Left out: context parallelism (masks and values cover whole responses) and the scaling described above.
+With context parallelism a rank passes the values of its own response tokens; masks and denominators stay those of whole responses,
+so that the sum over ranks equals the value of one rank with everything (`slime.utils.cp_utils`).
+
+Left out: the scaling described above.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+
+from slime.utils.cp_utils import slice_log_prob_with_cp
 
 Reducer = Callable[[torch.Tensor], torch.Tensor]
 
@@ -25,11 +30,15 @@ def get_sum_of_sample_mean(
     loss_masks: Sequence[torch.Tensor],
     sample_denoms: Sequence[float | int | torch.Tensor] | torch.Tensor | None = None,
     calculate_per_token_loss: bool = False,
+    *,
+    cp_size: int = 1,
+    cp_rank: int = 0,
 ) -> Reducer:
     """Builds x -> sum_i (x_i * m_i).sum() / max(denom_i, 1), or sum_i (x_i * m_i).sum() with per-token loss.
 
     `loss_masks[i]`: 0/1 of shape [response_lengths[i]], any dtype. `sample_denoms[i]`: `rollout_mask_sums` of the sample;
-    None means the sample's own mask sum. The reducer takes x of shape [sum(response_lengths)] and returns a scalar.
+    None means the sample's own mask sum. The reducer takes x of shape [sum(response_lengths)] (of the rank's part of each response
+    with `cp_size` > 1) and returns a scalar.
 
     Raises ValueError when the lists or a mask do not fit together, or x has another length.
     """
@@ -38,6 +47,10 @@ def get_sum_of_sample_mean(
     if not calculate_per_token_loss:
         denoms = [mask.sum() for mask in masks] if sample_denoms is None else sample_denoms
         masks = [_divide(mask, denom) for mask, denom in zip(masks, denoms, strict=True)]
+    masks = [
+        slice_log_prob_with_cp(mask, total, length, cp_size=cp_size, cp_rank=cp_rank)
+        for mask, total, length in zip(masks, total_lengths, response_lengths, strict=True)
+    ]
     weights = torch.cat(masks) if masks else torch.zeros(0)
 
     def reduce(x: torch.Tensor) -> torch.Tensor:

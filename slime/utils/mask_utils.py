@@ -60,10 +60,14 @@ class MultiTurnLossMaskGenerator:
         turns in place, so that a turn cannot be found in the full text.
         """
         if self.tokenizer_type == "distill_qwen":
-            text, spans = self._distill_spans(messages, tools)
-        else:
-            text = self._render(messages, tools)
-            spans = self._turn_spans(text, messages, tools)
+            return self._encode(*self._distill_spans(messages, tools))
+        return self._encode(*self._template_spans(messages, tools))
+
+    def _template_spans(self, messages: list[dict[str, Any]], tools: Any) -> tuple[str, list[tuple[int, int]]]:
+        text = self._render(messages, tools)
+        return text, self._turn_spans(text, messages, tools)
+
+    def _encode(self, text: str, spans: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         starts = [begin for begin, _ in encoded["offset_mapping"]]
         mask = [0] * len(starts)
@@ -71,6 +75,54 @@ class MultiTurnLossMaskGenerator:
             first, last = bisect_left(starts, begin), bisect_left(starts, end)
             mask[first:last] = [1] * (last - first)
         return list(encoded["input_ids"]), mask
+
+    def gen_multi_turn_loss_mask_qwen(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
+    ) -> tuple[list[int], list[int]]:
+        """As `get_loss_mask`, whatever the type of this generator."""
+        return self._encode(*self._template_spans(messages, tools))
+
+    # One algorithm reads the turns off any of these templates; the names are those of the public interface.
+    gen_multi_turn_loss_mask_qwen3 = gen_multi_turn_loss_mask_qwen
+    gen_multi_turn_loss_mask_qwen3_5 = gen_multi_turn_loss_mask_qwen
+
+    def gen_multi_turn_loss_mask_distill_qwen(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
+    ) -> tuple[list[int], list[int]]:
+        """As `get_loss_mask` of a `distill_qwen` generator: the last turn only."""
+        return self._encode(*self._distill_spans(messages, tools))
+
+    def get_loss_mask_with_multimodal_alignment(
+        self, messages: list[dict[str, Any]], input_ids: list[int], tools: list[dict[str, Any]] | None = None
+    ) -> tuple[list[int], list[int]]:
+        """`input_ids` (media expanded by the processor) and a mask of their length: zeros, then the text's mask.
+
+        Media stand in prompts, so they only add untrained tokens in front. Raises ValueError when `input_ids` is shorter.
+        """
+        text_messages = [{**message, "content": _text_of(message["content"])} for message in messages]
+        _, mask = self.get_loss_mask(text_messages, tools)
+        missing = len(input_ids) - len(mask)
+        if missing < 0:
+            raise ValueError(f"{len(input_ids)} input ids are fewer than the {len(mask)} tokens of the text alone")
+        return list(input_ids), [0] * missing + mask
+
+    def get_system_message_length(self) -> tuple[int, int]:
+        """(tokens of the system text the template adds by itself, tokens of the generation prompt)."""
+        first = {"role": "user", "content": _PROBE}
+        one, two = self._render([first], None), self._render([first, first], None)
+        added = two[len(one) :] if two.startswith(one) else self._user_text(first)
+        generation = self._generation_headers[0]
+        before = one.removesuffix(added)
+
+        def count(text: str) -> int:
+            return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+        return count(before), count(generation)
+
+    def find_all_sublist_indices(self, main_list: list[Any], sublist: list[Any]) -> list[int]:
+        """Where `sublist` begins in `main_list`, every place."""
+        size = len(sublist)
+        return [i for i in range(len(main_list) - size + 1) if main_list[i : i + size] == sublist]
 
     def get_text_from_loss_mask(self, token_ids: list[int], loss_masks: list[int]) -> list[str]:
         """Text of every run of 1 in the mask, for looking at what is trained."""
@@ -148,6 +200,13 @@ class MultiTurnLossMaskGenerator:
         first = {"role": "user", "content": _PROBE}
         both, alone = self._render([first, message], None), self._render([first], None)
         return both[len(os.path.commonprefix([both, alone])) :]
+
+
+def _text_of(content: Any) -> str:
+    """The text parts of a message's content, joined."""
+    if not isinstance(content, list):
+        return str(content)
+    return "".join(part.get("text", "") for part in content if isinstance(part, dict))
 
 
 def _is_trained(message: dict[str, Any]) -> bool:

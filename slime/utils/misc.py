@@ -1,7 +1,7 @@
 """Small helpers without a better home: dotted-path loading, singletons, ports, grouping, chunking.
 
 Invariants: nothing here imports ray, torch.distributed or a backend at module level.
-Leaves out: anything that belongs to one engine, and running shell commands.
+Leaves out: anything that belongs to one engine.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import base64
 import functools
 import importlib
 import socket
+import subprocess
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
@@ -83,10 +84,16 @@ class SingletonMeta(type):
             return SingletonMeta._instances[cls]
 
     @classmethod
-    def clear_instances(mcs) -> None:
+    def clear_instances(cls) -> None:
         """Forget every singleton of the process (for tests)."""
-        with mcs._lock:
-            mcs._instances.clear()
+        with cls._lock:
+            cls._instances.clear()
+
+
+def exec_command(cmd: str, capture_output: bool = False) -> str | None:
+    """Run a shell command of ours (never text of a model); its output when asked for. Raises CalledProcessError."""
+    done = subprocess.run(["bash", "-c", cmd], check=True, text=True, capture_output=capture_output)
+    return done.stdout if capture_output else None
 
 
 def get_current_node_ip() -> str:

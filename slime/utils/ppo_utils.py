@@ -7,7 +7,8 @@ Invariants: pure functions of their tensors, no process group, no randomness. A 
 another sample. A masked token contributes no KL to a return.
 
 Left out: normalisation of rewards within a group (`slime.rollout.conversion`), reduction over tokens
-(`slime.utils.loss_reducers`), context parallelism, and whitening over ranks.
+(`slime.utils.loss_reducers`), context parallelism (`slime.utils.cp_utils`), weights for off-policy data
+(`slime.utils.importance_sampling`), and whitening over ranks (`slime.utils.distributed_utils`).
 """
 
 from __future__ import annotations
@@ -148,8 +149,8 @@ def get_reinforce_plus_plus_returns(
     """Discounted returns of REINFORCE++: token reward -kl_coef * kl * mask, plus the reward at the last trained token.
 
     The KL is masked before discounting, so that tool tokens between two trained spans add nothing to earlier returns.
-    A fully masked sample (padding, failed rollout) has no trained token to carry the reward: its returns are 0.
-    Raises ValueError when a response length disagrees with its tensors.
+    Raises ValueError when a response length disagrees with its tensors, and AssertionError for a fully masked sample, which
+    has no trained token to carry the reward.
     """
     returns = []
     samples = zip(rewards, kl, loss_masks, response_lengths, total_lengths, strict=True)
@@ -159,8 +160,8 @@ def get_reinforce_plus_plus_returns(
             raise ValueError(f"sample {i}: {shapes} for a response of {length} tokens")
         token_rewards = -kl_coef * kl_T * mask_T
         trained = mask_T.nonzero()
-        if len(trained):
-            token_rewards[trained[-1]] += reward
+        assert len(trained), f"sample {i} is fully masked: no token can carry its reward"
+        token_rewards[trained[-1]] += reward
         returns.append(chunked_discounted_returns(token_rewards, gamma))
     return returns
 
@@ -200,6 +201,45 @@ def chunked_discounted_returns(rewards: torch.Tensor, discount: float, chunk_siz
         returns[..., start:end] = chunk
         carry = chunk[..., 0]
     return returns
+
+
+def get_ppo_token_rewards(rewards: torch.Tensor, kl: list[torch.Tensor], kl_coef: float) -> list[torch.Tensor]:
+    """Token rewards of PPO: -kl_coef * kl at every token, plus the sample's reward at the last one. `kl[i]` is [R_i]."""
+    token_rewards = [-kl_coef * kl_T for kl_T in kl]
+    for reward, row_T in zip(rewards, token_rewards, strict=True):
+        row_T[-1:] += reward
+    return token_rewards
+
+
+def compute_value_loss(
+    values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, value_clip: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Clipped squared error per token (PPO's critic): max((clip(V, V_old -+ value_clip) - G)^2, (V - G)^2).
+
+    Returns `(loss, clipped)` of the input's shape; `clipped` is 1.0 where the clipped term is the larger one.
+    """
+    # Not old + clip(new - old): its rounding would report values as clipped that are not.
+    bounded = torch.clamp(values, old_values - value_clip, old_values + value_clip)
+    plain, limited = (values - returns).square(), (bounded - returns).square()
+    return torch.maximum(plain, limited), (limited > plain).float()
+
+
+def get_opd_reverse_kl(
+    student_log_probs: list[torch.Tensor], teacher_log_probs: list[torch.Tensor], loss_masks: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Student - teacher log-prob of the student's own tokens, 0 at masked ones: one-sample estimate of KL(student || teacher).
+
+    (On-policy distillation, Agarwal et al. 2024.) Raises ValueError naming the sample whose lengths differ.
+    """
+    rows = []
+    samples = zip(student_log_probs, teacher_log_probs, loss_masks, strict=True)
+    for i, (student_T, teacher_T, mask_T) in enumerate(samples):
+        if student_T.shape != teacher_T.shape:
+            raise ValueError(
+                f"sample {i}: {len(teacher_T)} teacher_log_probs for a response of {len(student_T)} tokens"
+            )
+        rows.append(torch.where(mask_T != 0, student_T - teacher_T, 0.0))
+    return rows
 
 
 def _td_errors(rewards_BT: torch.Tensor, values_BT: torch.Tensor, gamma: float) -> torch.Tensor:
@@ -259,3 +299,45 @@ def get_advantages_and_returns_batch(
     advantages, returns = gae(rewards_BT, values_BT, gamma, lambd)
     cut = [(a[:n], r[:n]) for a, r, n in zip(advantages, returns, lengths, strict=True)]
     return [a for a, _ in cut], [r for _, r in cut]
+
+
+def calculate_log_probs_and_entropy(
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    tp_group: torch.distributed.ProcessGroup | None,
+    with_entropy: bool = False,
+    chunk_size: int = -1,
+    log_prob_keep_mask: torch.Tensor | None = None,
+    with_entropy_grad: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """log softmax(logits)[token] and, on request, the entropy of that softmax, float32 [N]; for losses that start from logits.
+
+    `logits` [N, V], already divided by the temperature; `tokens` [N]. `log_prob_keep_mask` [N, V]: the softmax of the log-probs runs
+    over the kept entries only (the token itself is always kept), that of the entropy over all. `chunk_size` rows at a time, <= 0 means
+    all. The trainer itself uses `slime.utils.logprobs`, which never holds all logits.
+
+    Raises ValueError for a `tp_group` of several ranks: vocabulary parallelism is a matter of the backend that has it.
+    """
+    if tp_group is not None and tp_group.size() > 1:
+        raise ValueError(f"logits split over {tp_group.size()} ranks: vocabulary parallelism is not available here")
+    log_probs, entropies = [], []
+    size = chunk_size if chunk_size > 0 else max(len(logits), 1)
+    for start in range(0, max(len(logits), 1), size):
+        rows = slice(start, start + size)
+        chunk_CV = logits[rows].float()
+        kept_CV = chunk_CV
+        if log_prob_keep_mask is not None:
+            kept_CV = _mask_logits(chunk_CV, tokens[rows], log_prob_keep_mask[rows])
+        log_probs.append(kept_CV.log_softmax(-1).gather(1, tokens[rows, None])[:, 0])
+        if with_entropy:
+            log_p_CV = chunk_CV.log_softmax(-1)
+            entropies.append(-(log_p_CV.exp() * log_p_CV).sum(-1))
+    if not with_entropy:
+        return torch.cat(log_probs), None
+    entropy_N = torch.cat(entropies)
+    return torch.cat(log_probs), entropy_N if with_entropy_grad else entropy_N.detach()
+
+
+def _mask_logits(logits_CV: torch.Tensor, tokens_C: torch.Tensor, keep_CV: torch.Tensor) -> torch.Tensor:
+    kept_CV = keep_CV.bool().scatter(1, tokens_C[:, None], True)
+    return logits_CV.masked_fill(~kept_CV, float("-inf"))

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
+from helpers_launch import LaunchKit
 
-from agentic.agentflow import launch
 from agentic.agentflow.config import AgentFlowConfig
 from agentic.agentflow.crew import ROLES
 from agentic.agentflow.launch import LAUNCHER
@@ -23,38 +22,21 @@ from agentic.common import launching
 from agentic.common.errors import ConfigError
 from agentic.common.roles import RoleTable
 
-FOLDER = Path(launch.__file__).parent
-DEFAULTS = LAUNCHER.template["settings"]
-SNAPSHOT = Path(__file__).with_name("launch_argv.txt")
-
-
-def settings(**changes: Any) -> launching.Settings:
-    return {**DEFAULTS, **changes}
-
-
-def expanded() -> str:
-    """All commands with the default settings, a flag a line, the evaluation with a trained model as well."""
-    plans = {name: LAUNCHER.make_plan(name, settings()) for name in ("train", "serve", "serve-eval", "eval")}
-    plans["train with eval_data"] = LAUNCHER.make_plan("train", settings(eval_data="data/dev.jsonl"))
-    plans["eval with trained_model"] = LAUNCHER.make_plan("eval", settings(trained_model="hf"))
-    blocks = []
-    for name, plan in plans.items():
-        words = [word.replace(str(launching.ROOT), "ROOT") for word in plan.argv]
-        environment = [f"{key}={value}" for key, value in plan.env.items()]
-        blocks.append("\n  --".join(f"[{name}] {' '.join([*environment, *words])}".split(" --")))
-    return "\n".join(blocks) + "\n"
+KIT = LaunchKit(
+    LAUNCHER,
+    ("train", "serve", "serve-eval", "eval"),
+    Path(__file__).with_name("launch_argv.txt"),
+    {
+        "train with eval_data": ("train", {"eval_data": "data/dev.jsonl"}),
+        "eval with trained_model": ("eval", {"trained_model": "hf"}),
+    },
+)
+settings, run = KIT.settings, KIT.run
 
 
 def test_expanded_commands_are_as_recorded() -> None:
-    """After a change that is meant: `python tests/agentflow/test_agentflow_launch.py` writes the record anew."""
-    assert expanded() == SNAPSHOT.read_text()
-
-
-def run(script: str, *flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHON": sys.executable, **environ}
-    return subprocess.run(
-        ["bash", str(FOLDER / script), *flags], env=env, capture_output=True, text=True, check=False, timeout=120
-    )
+    """After a change: `PYTHONPATH=.:tests python tests/agentflow/test_agentflow_launch.py` records anew."""
+    assert KIT.expanded() == KIT.snapshot.read_text()
 
 
 def test_dry_run_prints_the_command_that_the_parser_accepts(tmp_path: Path) -> None:
@@ -91,7 +73,7 @@ def test_serve_has_a_dry_run(flags: list[str], roles: str) -> None:
 
 
 def test_eval_has_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "launch eval" in (FOLDER / "eval.sh").read_text()
+    assert "launch eval" in (KIT.folder / "eval.sh").read_text()
     assert LAUNCHER.main(["eval", "--dry-run", "--trained-model", "hf"]) == 0
     assert "--arms baseline,untrained,trained" in capsys.readouterr().out
     assert LAUNCHER.main(["eval", "--dry-run", "--runs", "0"]) == 2
@@ -113,28 +95,12 @@ def test_flags_beat_variables_beat_defaults(
 
 
 def test_every_setting_changes_something() -> None:
-    names = ("train", "serve", "serve-eval", "eval")
-    base = settings(trained_model="t", eval_data="e")
-
-    def everything(values: launching.Settings) -> list[Any]:
-        return [(plan.argv, plan.env, plan.files) for plan in (LAUNCHER.make_plan(name, values) for name in names)]
-
-    for name, value in base.items():
-        changed = (not value) if isinstance(value, bool) else ["x"] if isinstance(value, list) else type(value)(7)
-        if name not in ("start_roles",):  # read by the launcher itself
-            assert everything({**base, name: changed}) != everything(base), name
-
-
-def load_file(tmp_path: Path, name: str, file: str, **changes: Any) -> Path:
-    plan = LAUNCHER.make_plan(name, settings(output=str(tmp_path), eval_output=str(tmp_path), **changes))
-    launching.write_files(plan)
-    return tmp_path / file
+    # The launcher itself reads this one.
+    assert KIT.settings_without_effect(trained_model="t", eval_data="e") == ["start_roles"]
 
 
 def test_written_files_are_what_the_programs_read(tmp_path: Path) -> None:
-    method = yaml.safe_load(load_file(tmp_path, "train", "agentflow.yaml").read_text())
-    from argparse import Namespace
-
+    method = yaml.safe_load((KIT.write(tmp_path, "train") / "agentflow.yaml").read_text())
     config = AgentFlowConfig.from_args(Namespace(**method))
     assert (config.max_steps, config.eval_max_steps, config.train_roles) == (3, 10, ("analysis", "next_step"))
     table = RoleTable.load(config.roles, "http://router", known_roles=ROLES, required=config.required_roles)
@@ -146,7 +112,7 @@ def test_written_files_are_what_the_programs_read(tmp_path: Path) -> None:
 
 
 def test_role_files_of_an_evaluation_differ_in_the_planner(tmp_path: Path) -> None:
-    load_file(tmp_path, "eval", "roles_untrained.yaml", trained_model="hf")
+    KIT.write(tmp_path, "eval", trained_model="hf")
     before, after = (
         yaml.safe_load((tmp_path / f"roles_{name}.yaml").read_text()) for name in ("untrained", "trained")
     )
@@ -168,7 +134,7 @@ def fake_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, serve: str, t
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"import os, pathlib, sys, time\nhere = pathlib.Path({str(tmp_path)!r})\n{body}\n")
     monkeypatch.setattr(launching, "ROOT", tmp_path / "root")
-    monkeypatch.setattr(launch, "POLL_S", 0.05)
+    monkeypatch.setattr(launching, "POLL_S", 0.05)
     return settings(output=str(tmp_path / "o"), start_roles_timeout_s=120)
 
 
@@ -229,30 +195,14 @@ def test_sigterm_ends_what_was_started(tmp_path: Path) -> None:
     assert not is_alive(int((tmp_path / "pid").read_text()))
 
 
-def literals(path: Path) -> list[str]:
-    tree = ast.parse(path.read_text())
-    doc = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    constants = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in doc]
-    return [
-        str(node.value)
-        for node in constants
-        if isinstance(node.value, (str, int)) and not isinstance(node.value, bool)
-    ]
-
-
 def test_no_host_port_or_absolute_path_in_python() -> None:
     """Addresses belong to the role file and to launch.yaml."""
-    address = re.compile(r"\d+\.\d+\.\d+\.\d+|localhost|https?://\w+[:.]|^/\w+/\w|^30\d{3}$")
-    sources = [path for path in FOLDER.rglob("*.py") if path.name != "tiny_world.py"]
-    found = [f"{path.name}: {text}" for path in sources for text in literals(path) if address.search(text)]
-    assert len(sources) > 15 and found == []
+    assert KIT.addresses_in_python("tiny_world.py", "quickstart.py") == []
 
 
 def test_scripts_are_thin() -> None:
-    scripts = list(FOLDER.glob("*.sh"))
-    assert {script.name for script in scripts} == {"launch.sh", "serve.sh", "eval.sh"}
-    assert all(len(script.read_text().splitlines()) < 20 for script in scripts)
+    assert KIT.scripts() == {"launch.sh", "serve.sh", "eval.sh"}
 
 
 if __name__ == "__main__":
-    SNAPSHOT.write_text(expanded())
+    KIT.record()

@@ -7,9 +7,10 @@ from helpers_agentic import FakeTokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentic.agentflow.escape import escape_block, escape_control
+from agentic.agentflow.escape import escape_block
 from agentic.agentflow.memory import Memory, MemoryEntry, render_memory, truncate_middle
 from agentic.agentflow.prompts import PromptSet
+from agentic.common.escape import escape_control
 
 STANDARD = PromptSet.load("standard")
 

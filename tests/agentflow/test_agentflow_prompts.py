@@ -17,7 +17,7 @@ def copy_of_standard(tmp_path: Path) -> Path:
     return Path(shutil.copytree(STANDARD.directory, tmp_path / "mine"))
 
 
-@pytest.mark.parametrize("name", ["standard", "compact"])
+@pytest.mark.parametrize("name", ["standard", "brief", "compact"])
 @pytest.mark.parametrize("role", [role for role in FIELDS if role != "memory_entry"])
 def test_every_role_renders(name, role):
     messages = PromptSet.load(name).render(role, **{field: f"<{field}>" for field in FIELDS[role]})

@@ -10,7 +10,7 @@ from helpers_agentic import IM_END, FakeEngine, FakeTokenizer, Reply, frozen_rol
 
 from agentic.common import clients
 from agentic.common.clients import FrozenClient, PolicyClient, check_reachable, room_for
-from agentic.common.errors import PromptTooLong, RoleBadResponse, RoleTimeout, RoleUnavailable
+from agentic.common.errors import InfrastructureError, PromptTooLong, RoleBadResponse, RoleTimeout, RoleUnavailable
 
 MESSAGES = [{"role": "user", "content": "What is 1 + 1?"}]
 HOOK = {"temperature": 0.7, "top_p": 0.9, "max_new_tokens": 64}
@@ -87,13 +87,13 @@ async def test_policy_protocol_errors_are_bad_responses_and_not_retried(reply: R
     assert len(engine.requests) == 1
 
 
-async def test_abort_keeps_partial_tokens_and_without_tokens_is_unavailable() -> None:
+async def test_abort_keeps_partial_tokens_and_without_tokens_is_an_error() -> None:
     replies = [Reply("part", finish_reason="abort"), Reply("", finish_reason="abort")]
     with FakeEngine(lambda prompt: replies.pop(0)) as engine:
         client = PolicyClient(policy_role(engine.url), FakeTokenizer())
         record = await client.generate(MESSAGES, HOOK)
         assert (record.finish_reason, record.response_length) == ("abort", 4)
-        with pytest.raises(RoleUnavailable, match="aborted"):
+        with pytest.raises(InfrastructureError, match="engine_aborted"):
             await client.generate(MESSAGES, HOOK)
 
 

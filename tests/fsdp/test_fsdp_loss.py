@@ -124,3 +124,86 @@ def test_custom_advantages_must_be_set() -> None:
     args = helpers.make_args("x", custom_advantage_function_path="helpers_fsdp.forget_advantages")
     with pytest.raises(ValueError, match="--custom-advantage-function-path"):
         compute_advantages_and_returns(args, data)
+
+
+def _gap_batch(**more: Any) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """Two rows; trainer and engine differ by log 3 and log 0.5 at the first row's trained tokens, not at the second's."""
+    masks, old = [[1, 0, 1], [1]], [torch.tensor([-1.0, 0.0, -2.0]), torch.tensor([-0.5])]
+    engine = [torch.tensor([-1.0 - math.log(3), 7.0, -2.0 - math.log(0.5)]), torch.tensor([-0.5])]
+    batch = _batch(masks, [2.0, 1.0], [1.0, -2.0], log_probs=old, rollout_log_probs=engine, **more)
+    return batch, [row.clone().requires_grad_() for row in old]
+
+
+def test_truncated_importance_sampling_weighs_loss_and_gradient() -> None:
+    args = helpers.make_args("x", use_kl_loss=False, entropy_coef=0.0, use_tis=True, tis_clip=2.0)
+    batch, new = _gap_batch()
+    value, metrics = _policy(args, batch, new)
+    assert float(value) == pytest.approx(-(2.0 + 0.5) / 2 + 2.0)
+    value.backward()
+    assert new[0].grad is not None and new[0].grad.tolist() == pytest.approx([-1.0, 0.0, -0.25])
+    assert float(metrics["tis"]) == pytest.approx((3 + 0.5) / 2 + 1.0)
+    assert float(metrics["tis_clipfrac"]) == pytest.approx(0.5)
+    assert float(metrics["tis_abs"]) == pytest.approx((2 + 0.5) / 2)
+    assert float(metrics["ois"]) == pytest.approx(2.0)
+
+
+def test_icepop_and_own_corrections_come_through_the_hook() -> None:
+    icepop = "slime.utils.importance_sampling.icepop_function"
+    args = helpers.make_args("x", use_kl_loss=False, entropy_coef=0.0, use_tis=True, custom_tis_function_path=icepop)
+    batch, new = _gap_batch()
+    assert float(_policy(args, batch, new)[0]) == pytest.approx(-(0.0 + 0.5) / 2 + 2.0)
+    args.use_tis, args.get_mismatch_metrics = False, True
+    args.custom_tis_function_path = "helpers_fsdp.drop_first_token"
+    value, metrics = _policy(args, batch, new)
+    # The numerator loses the token, the denominator of the rollout does not; metrics keep the original masks.
+    assert float(value) == pytest.approx(-1.0 / 2 + 0.0)
+    assert float(metrics["seen"]) == pytest.approx((1 + 1) / 2 + 1.0)
+
+
+def test_corrections_need_the_engines_log_probs() -> None:
+    args = helpers.make_args("x", use_kl_loss=False, use_tis=True)
+    with pytest.raises(ValueError, match="--use-tis: the rollout data hold no rollout_log_probs"):
+        _policy(args, _batch([[1, 0]], [1.0], [1.0]), [torch.tensor([-1.1, 0.0])])
+
+
+def test_off_policy_sequences_lose_their_negative_tokens() -> None:
+    args = helpers.make_args("x", use_kl_loss=False, entropy_coef=0.0, use_opsm=True, opsm_delta=0.1)
+    batch = _batch(
+        [[1, 1], [1]], [2.0, 1.0], [-1.0, -1.0], log_probs=[torch.tensor([-1.0, -1.0]), torch.tensor([-1.0])]
+    )
+    new = [torch.tensor([-1.0, -1.4]), torch.tensor([-1.05])]
+    value, metrics = _policy(args, batch, new)
+    assert float(value) == pytest.approx(math.exp(-0.05), abs=1e-6)
+    assert float(metrics["opsm_clipfrac"]) == pytest.approx(1.0)
+
+
+def test_unbiased_kl_is_weighted_with_the_ratio() -> None:
+    args = helpers.make_args("x", entropy_coef=0.0, use_unbiased_kl=True, kl_loss_type="k3")
+    old, reference = torch.tensor([-1.0]), torch.tensor([-1.3])
+    batch = _batch([[1]], [1.0], [0.0], log_probs=[old], ref_log_probs=[reference])
+    _, metrics = _policy(args, batch, [torch.tensor([-0.8])])
+    assert float(metrics["kl_loss"]) == pytest.approx(math.exp(0.2) * (math.exp(-0.5) - 1 + 0.5), abs=1e-6)
+
+
+def test_custom_reducer_of_the_policy_loss_only() -> None:
+    args = helpers.make_args(
+        "x", use_kl_loss=False, custom_pg_loss_reducer_function_path="helpers_fsdp.sum_of_everything"
+    )
+    batch = _batch([[1, 0, 1], [1]], [2.0, 1.0], [1.0, 1.0])
+    value, metrics = _policy(args, batch, [torch.zeros(3), torch.zeros(1)])
+    assert float(metrics["pg_loss"]) == pytest.approx(-4.0)
+    assert float(value) == pytest.approx(-4.0 - 0.01 * (0.5 + 0.5))
+
+
+def test_value_loss_is_reported_and_reduced_over_rollouts() -> None:
+    args = helpers.make_args("x", value_clip=0.5)
+    batch = _batch([[1, 0], [1]], [1.0, 1.0], [0.0, 0.0])
+    batch["values"], batch["returns"] = [torch.zeros(2), torch.zeros(1)], [
+        torch.tensor([2.0, 9.0]),
+        torch.tensor([1.0]),
+    ]
+    value, metrics = loss.value_loss(
+        args, batch, [torch.tensor([1.0, 0.0]), torch.tensor([0.25])], loss.make_reducer(args, batch)
+    )
+    assert float(value) == pytest.approx((0.5 - 2) ** 2 + (0.25 - 1) ** 2)
+    assert float(metrics["value_clipfrac"]) == 1.0

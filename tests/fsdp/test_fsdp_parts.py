@@ -131,9 +131,10 @@ def test_finding_a_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"use_tis": True}, "--use-tis=True"),
+        ({"use_routing_replay": True}, "--use-routing-replay=True is not available .* only with megatron"),
+        ({"opd_type": "megatron"}, "--opd-type=megatron"),
         ({"loss_type": "value_loss"}, "--loss-type=value_loss"),
-        ({"advantage_estimator": "ppo"}, "--advantage-estimator=ppo"),
+        ({"advantage_estimator": "dpo"}, "--advantage-estimator=dpo"),
         ({"lr_decay_style": "inverse"}, "--lr-decay-style=inverse"),
         ({"rollout_top_p": 0.9}, "--rollout-top-p=0.9"),
         ({"update_weight_mode": "delta"}, "--update-weight-mode=delta"),

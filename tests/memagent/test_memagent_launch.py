@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
+from helpers_launch import LaunchKit
 
 from agentic.common import launching
 from agentic.common.errors import ConfigError
@@ -20,37 +17,21 @@ from agentic.memagent.config import MemAgentConfig
 from agentic.memagent.eval_arms import ARMS
 from agentic.memagent.launch import LAUNCHER
 
-FOLDER = LAUNCHER.template_path.parent
-DEFAULTS = LAUNCHER.template["settings"]
-COMMANDS = ("train", "serve-eval", "eval")
-SNAPSHOT = Path(__file__).with_name("memagent_launch_argv.txt")
-
-
-def settings(**changes: Any) -> launching.Settings:
-    return {**DEFAULTS, **changes}
-
-
-def expanded() -> str:
-    """All commands with the default settings, a flag a line, and with the optional inputs."""
-    plans = {name: LAUNCHER.make_plan(name, settings()) for name in COMMANDS}
-    plans["train with eval_data"] = LAUNCHER.make_plan("train", settings(eval_data="data/dev.jsonl"))
-    plans["eval with documents"] = LAUNCHER.make_plan("eval", settings(documents="data/documents.jsonl"))
-    blocks = []
-    for name, plan in plans.items():
-        words = [word.replace(str(launching.ROOT), "ROOT") for word in plan.argv]
-        blocks.append("\n  --".join(f"[{name}] {' '.join(words)}".split(" --")))
-    return "\n".join(blocks) + "\n"
+KIT = LaunchKit(
+    LAUNCHER,
+    ("train", "serve-eval", "eval"),
+    Path(__file__).with_name("memagent_launch_argv.txt"),
+    {
+        "train with eval_data": ("train", {"eval_data": "data/dev.jsonl"}),
+        "eval with documents": ("eval", {"documents": "data/documents.jsonl"}),
+    },
+)
+run, write = KIT.run, KIT.write
 
 
 def test_expanded_commands_are_as_recorded() -> None:
-    """After a change that is meant: `python tests/memagent/test_memagent_launch.py` writes the record anew."""
-    assert expanded() == SNAPSHOT.read_text()
-
-
-def run(script: str, *flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHON": sys.executable, **environ}
-    command = ["bash", str(FOLDER / script), *flags]
-    return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=120)
+    """After a change: `PYTHONPATH=.:tests python tests/memagent/test_memagent_launch.py` records anew."""
+    assert KIT.expanded() == KIT.snapshot.read_text()
 
 
 def test_dry_run_prints_the_command_that_the_parser_accepts(tmp_path: Path) -> None:
@@ -79,7 +60,7 @@ def test_dry_run_refuses_what_the_parser_refuses(
 
 
 def test_eval_and_its_servers_have_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
-    script = (FOLDER / "eval.sh").read_text()
+    script = (KIT.folder / "eval.sh").read_text()
     assert "command=serve-eval" in script and "agentic.memagent.launch" in script
     assert LAUNCHER.main(["eval", "--dry-run", "--lengths", "7k", "3.5M"]) == 0
     assert "--lengths 7k 3.5M --roles" in capsys.readouterr().out
@@ -103,20 +84,7 @@ def test_flags_beat_variables_beat_defaults(
 
 
 def test_every_setting_changes_something() -> None:
-    base = settings(untrained_model="u", direct_model="d", eval_data="e", documents="x")
-
-    def everything(values: launching.Settings) -> list[Any]:
-        return [(plan.argv, plan.env, plan.files) for plan in (LAUNCHER.make_plan(name, values) for name in COMMANDS)]
-
-    for name, value in base.items():
-        changed = ["x"] if isinstance(value, list) else type(value)(7)
-        assert everything({**base, name: changed}) != everything(base), name
-
-
-def write(tmp_path: Path, command: str, **changes: Any) -> Path:
-    plan = LAUNCHER.make_plan(command, settings(output=str(tmp_path), eval_output=str(tmp_path), **changes))
-    launching.write_files(plan)
-    return tmp_path
+    assert KIT.settings_without_effect(untrained_model="u", direct_model="d", eval_data="e", documents="x") == []
 
 
 def test_written_settings_are_what_the_method_reads(tmp_path: Path) -> None:
@@ -169,10 +137,8 @@ def test_fill_keeps_types_and_leaves_out_what_is_not_wanted() -> None:
 
 
 def test_scripts_are_thin() -> None:
-    scripts = list(FOLDER.glob("*.sh"))
-    assert {script.name for script in scripts} == {"launch.sh", "eval.sh"}
-    assert all(len(script.read_text().splitlines()) < 20 and os.access(script, os.X_OK) for script in scripts)
+    assert KIT.scripts() == {"launch.sh", "eval.sh"}
 
 
 if __name__ == "__main__":
-    SNAPSHOT.write_text(expanded())
+    KIT.record()

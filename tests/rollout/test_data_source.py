@@ -126,7 +126,7 @@ def test_buffer_is_served_first_and_in_order(args):
 @pytest.mark.parametrize("bad", [[["a"]], ["ab"], [[]]])
 def test_malformed_groups_are_refused(args, bad):
     source = RolloutDataSourceWithBuffer(args)
-    with pytest.raises(ValueError, match="--n-samples-per-prompt 2"):
+    with pytest.raises(AssertionError, match="--n-samples-per-prompt 2|must be a list"):
         source.add_samples(bad)
     assert source.get_buffer_length() == 0
 

@@ -10,10 +10,10 @@ from argparse import Namespace
 import pytest
 from helpers_rollout import fake_engine, rollout_args, save_tiny_tokenizer, write_jsonl
 
-from slime.rollout import engine_abort
 from slime.rollout import sglang_rollout as sr
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+from slime.utils import engine_abort
 from slime.utils.eval_config import EvalDatasetConfig
 from slime.utils.http_utils import init_http_client
 from slime.utils.misc import SingletonMeta
@@ -443,8 +443,8 @@ async def test_draining_is_bounded(make_args, engine, monkeypatch, caplog):
     make_args()
     monkeypatch.setattr(engine_abort, "DRAIN_TIMEOUT_S", 0.1)
     engine.running = 3
-    await engine_abort.abort_until_idle([engine.url])
-    assert "3 requests still run" in caplog.text and engine.aborts >= 2
+    await engine_abort.abort_server_until_idle(engine.url)
+    assert "3 requests of" in caplog.text and engine.aborts >= 2
 
 
 async def late_hook(args, sample, sampling_params):

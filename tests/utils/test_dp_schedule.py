@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime.utils.dp_schedule import build_dp_schedule
+from slime.utils.flops_utils import calculate_fwd_flops
 
 
 def make_args(**changes):
@@ -114,9 +115,24 @@ def test_refusals_name_the_flag():
         build_dp_schedule(make_args(), {"dp_size": 1}, [1] * 3, global_batch_size=4, rollout_indices=[0, 1, 2])
     with pytest.raises(AssertionError, match="2 samples for 4 data-parallel ranks"):
         build_dp_schedule(make_args(), {"dp_size": 4}, [1, 1], global_batch_size=2, rollout_indices=[0, 1])
-    with pytest.raises(ValueError, match="--balance-by-flops"):
-        build_dp_schedule(
-            make_args(balance_by_flops=True), {"dp_size": 1}, [1], global_batch_size=1, rollout_indices=[0]
-        )
+    with pytest.raises(ValueError, match="--balance-by-flops: needs --use-dynamic-batch-size"):
+        args = make_args(balance_by_flops=True, use_dynamic_batch_size=False)
+        build_dp_schedule(args, {"dp_size": 1}, [1], global_batch_size=1, rollout_indices=[0])
     with pytest.raises(ValueError, match="2 lengths but 1 rollout ids"):
         build_dp_schedule(make_args(), {"dp_size": 1}, [1, 1], global_batch_size=1, rollout_indices=[0])
+
+
+def test_flops_balance_gives_long_sequences_more_room():
+    """Attention is quadratic: one sequence of 4000 costs more than two of 2000, so equal FLOPs are not equal tokens."""
+    sizes = {"hidden_size": 8, "num_layers": 2, "num_attention_heads": 2, "ffn_hidden_size": 16, "vocab_size": 10}
+    args = make_args(max_tokens_per_gpu=5000, balance_by_flops=True, **sizes)
+    lengths = [4000] + [500] * 12
+    schedule = build_dp_schedule(args, {"dp_size": 2}, lengths, global_batch_size=13, rollout_indices=list(range(13)))
+    assert sorted(i for part in schedule[0] for i in part) == list(range(13)) and schedule[2] == [1]
+    costs = [calculate_fwd_flops([lengths[i] for i in part], args) for part in schedule[0]]
+    assert [0] in schedule[0] and max(costs) == calculate_fwd_flops([4000], args)
+    by_tokens = build_dp_schedule(
+        make_args(max_tokens_per_gpu=5000, balance_data=True), {"dp_size": 2}, lengths, global_batch_size=13,
+        rollout_indices=list(range(13)),
+    )  # fmt: skip
+    assert [0] not in by_tokens[0]

@@ -110,8 +110,9 @@ def test_reinforce_plus_plus_puts_the_reward_on_the_last_trained_token():
     assert returns.tolist() == [1.0, 2.0, 0.0, 0.0]
 
 
-def test_reinforce_plus_plus_fully_masked_sample_is_zero():
-    assert reinforce(t(2.0), [torch.ones(2)], [torch.zeros(2)])[0].tolist() == [0.0, 0.0]
+def test_reinforce_plus_plus_refuses_a_fully_masked_sample():
+    with pytest.raises(AssertionError, match="sample 0 is fully masked"):
+        reinforce(t(2.0), [torch.ones(2)], [torch.zeros(2)])
 
 
 def test_reinforce_plus_plus_length_mismatch_is_refused():

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 
-from agentic.agentflow.escape import escape_control, well_formed
 from agentic.common.errors import ConfigError
+from agentic.common.escape import escape_control, well_formed
 from agentic.common.templates import read_template
 
 FIELDS: dict[str, tuple[str, ...]] = {

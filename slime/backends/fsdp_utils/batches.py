@@ -26,6 +26,7 @@ _ROW_TENSORS: dict[str, torch.dtype] = {
     "loss_masks": torch.float32,
     "rollout_log_probs": torch.float32,
     "teacher_log_probs": torch.float32,
+    "values": torch.float32,
 }
 _REQUIRED = (
     "tokens",
@@ -68,9 +69,10 @@ def _check_rows(data: Batch) -> None:
     lengths = data["response_lengths"]
     for i, (tokens_L, mask_R) in enumerate(zip(data["tokens"], data["loss_masks"], strict=True)):
         check_row(i, len(tokens_L), lengths[i], len(mask_R))
-    for i, row in enumerate(data.get("rollout_log_probs") or []):
-        if len(row) != lengths[i]:
-            raise ValueError(f"row {i}: {len(row)} rollout_log_probs but response_length is {lengths[i]}")
+    for key in ("rollout_log_probs", "teacher_log_probs", "values"):
+        for i, row in enumerate(data.get(key) or []):
+            if len(row) != lengths[i]:
+                raise ValueError(f"row {i}: {len(row)} {key} but response_length is {lengths[i]}")
 
 
 def plan_steps(rollout_data: Batch) -> list[StepPlan]:

@@ -9,19 +9,18 @@ from argparse import Namespace
 from typing import Any
 
 LOSS_TYPES = ("policy_loss", "sft_loss", "custom_loss")
-ESTIMATORS = ("grpo", "gspo", "cispo")
+ESTIMATORS = ("grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
 LR_STYLES = ("constant", "linear", "cosine", "WSD")
 
-# flag name -> value that means "off"; any other value is an error on this back end
+# flag name -> values that this back end honours; any other value is an error, and needs the megatron back end
 _REFUSED: dict[str, tuple[Any, ...]] = {
-    "use_tis": (False,),
-    "get_mismatch_metrics": (False,),
-    "use_opsm": (False,),
-    "use_opd": (False,),
+    "opd_type": (None, "sglang"),
+    "opd_teacher_load": (None,),
+    "opd_teacher_ckpt_step": (None,),
+    "ref_ckpt_step": (None,),
     "use_routing_replay": (False,),
     "use_rollout_routing_replay": (False,),
     "keep_old_actor": (False,),
-    "normalize_advantages": (False,),
     "use_stateless_adam": (False,),
     "async_save": (False,),
     "release_train": (False,),
@@ -43,7 +42,9 @@ def check_supported(args: Namespace) -> None:
     for name, off in _REFUSED.items():
         value = getattr(args, name, off[0])
         if value not in off:
-            raise ValueError(f"{_flag(name)}={value} is not available with --train-backend fsdp; remove it")
+            raise ValueError(
+                f"{_flag(name)}={value} is not available with --train-backend fsdp, only with megatron; remove it"
+            )
     _check_choice("loss_type", args.loss_type, LOSS_TYPES)
     _check_choice("advantage_estimator", args.advantage_estimator, ESTIMATORS)
     _check_choice("lr_decay_style", args.lr_decay_style, LR_STYLES)

@@ -22,6 +22,7 @@ import torch
 
 from slime.backends.fsdp_utils.batches import Batch
 from slime.utils import ppo_utils
+from slime.utils.importance_sampling import vanilla_tis_function
 from slime.utils.loss_reducers import get_sum_of_sample_mean
 from slime.utils.misc import load_function
 
@@ -45,21 +46,33 @@ def scale_loss(args: Namespace, loss: torch.Tensor, global_batch_size: int, toke
     return loss * dp_size / (tokens if args.calculate_per_token_loss else global_batch_size)
 
 
-def _pg_reducer(args: Namespace, batch: Batch, default: Reducer) -> Reducer:
+def _pg_reducer(args: Namespace, batch: Batch, masks: list[torch.Tensor], default: Reducer) -> Reducer:
+    """Reducer of the policy-gradient loss: the user's, else the default one over the (possibly corrected) masks."""
     path = args.custom_pg_loss_reducer_function_path
-    if not path:
-        return default
-    make = load_function(path)
-    return make(batch["total_lengths"], batch["response_lengths"], batch["loss_masks"], args.calculate_per_token_loss)
+    if path:
+        make = load_function(path)
+        return make(batch["total_lengths"], batch["response_lengths"], masks, args.calculate_per_token_loss)
+    return default if masks is batch["loss_masks"] else make_reducer(args, {**batch, "loss_masks": masks})
+
+
+def _rollout_log_probs(batch: Batch, flag: str) -> list[torch.Tensor]:
+    """The engine's log-probs, 0 at tokens that are not trained, as the trainer's are."""
+    if batch.get("rollout_log_probs") is None:
+        raise ValueError(f"{flag}: the rollout data hold no rollout_log_probs; remove the flag")
+    rows = zip(batch["rollout_log_probs"], batch["loss_masks"], strict=True)
+    return [torch.where(mask != 0, row, 0.0) for row, mask in rows]
+
+
+def _train_log_probs(batch: Batch, log_probs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The trainer's log-probs before the first step; with one step these are its own detached values."""
+    return batch["log_probs"] if "log_probs" in batch else [row.detach() for row in log_probs]
 
 
 def _old_log_probs(args: Namespace, batch: Batch, log_probs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Log-probs of the behaviour policy. Tokens that are not trained are 0 on both sides of the ratio."""
+    """Log-probs of the behaviour policy, the denominator of the ratio."""
     if args.use_rollout_logprobs:
-        if "rollout_log_probs" not in batch:
-            raise ValueError("--use-rollout-logprobs: the rollout data hold no rollout_log_probs; remove the flag")
-        return [row * (mask != 0) for row, mask in zip(batch["rollout_log_probs"], batch["loss_masks"], strict=True)]
-    return batch["log_probs"] if "log_probs" in batch else [row.detach() for row in log_probs]
+        return _rollout_log_probs(batch, "--use-rollout-logprobs")
+    return _train_log_probs(batch, log_probs)
 
 
 def _surrogate(
@@ -94,13 +107,52 @@ def _rollout_gap(batch: Batch, own: list[torch.Tensor]) -> dict[str, torch.Tenso
     return {"train_rollout_logprob_abs_diff": (gap_S * (torch.cat(batch["loss_masks"]) != 0)).sum()}
 
 
+def _mask_off_policy_sequences(
+    args: Namespace, batch: Batch, log_probs: list[torch.Tensor], old: list[torch.Tensor], reduce: Reducer
+) -> tuple[torch.Tensor | float, dict[str, torch.Tensor]]:
+    """Factor [S] of off-policy sequence masking and its share of masked tokens; 1 without `--use-opsm`."""
+    if not args.use_opsm:
+        return 1.0, {}
+    detached = [row.detach() for row in log_probs]
+    keep_S, _ = ppo_utils.compute_opsm_mask(args, detached, old, batch["advantages"], batch["loss_masks"])
+    return keep_S, {"opsm_clipfrac": reduce(1.0 - keep_S)}
+
+
+def _correct_for_engine(
+    args: Namespace,
+    batch: Batch,
+    pg_S: torch.Tensor,
+    train: list[torch.Tensor],
+    ppo_kl_S: torch.Tensor,
+    reduce: Reducer,
+) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Weights for the difference between trainer and engine: (loss [S], masks of its numerator, reduced metrics)."""
+    if not (args.use_tis or args.get_mismatch_metrics):
+        return pg_S, batch["loss_masks"], {}
+    path = args.custom_tis_function_path
+    correct = load_function(path) if path else vanilla_tis_function
+    pg_S, masks, metrics = correct(
+        args=args,
+        pg_loss=pg_S,
+        train_log_probs=train,
+        rollout_log_probs=_rollout_log_probs(batch, "--use-tis" if args.use_tis else "--get-mismatch-metrics"),
+        loss_masks=batch["loss_masks"],
+        total_lengths=batch["total_lengths"],
+        response_lengths=batch["response_lengths"],
+    )
+    metrics = {**metrics, "ois": torch.exp(-ppo_kl_S)}
+    return pg_S, masks, {name: reduce(value_S.detach()) for name, value_S in metrics.items()}
+
+
 def policy_loss(
     args: Namespace, batch: Batch, log_probs: list[torch.Tensor], entropy: list[torch.Tensor], reduce: Reducer
 ) -> LossOutput:
     """Clipped surrogate, plus `kl_loss_coef` x KL to the reference, minus `entropy_coef` x entropy (per token, then `reduce`)."""
-    old = _old_log_probs(args, batch, log_probs)
+    old, train = _old_log_probs(args, batch, log_probs), _train_log_probs(batch, log_probs)
     pg_S, clipped_S, ppo_kl_S = _surrogate(args, batch, log_probs, old)
-    pg_loss = _pg_reducer(args, batch, reduce)(pg_S)
+    keep_S, masking = _mask_off_policy_sequences(args, batch, log_probs, old, reduce)
+    pg_S, masks, correction = _correct_for_engine(args, batch, pg_S * keep_S, train, ppo_kl_S, reduce)
+    pg_loss = _pg_reducer(args, batch, masks, reduce)(pg_S)
     entropy_loss = reduce(torch.cat(entropy))
     loss = pg_loss - args.entropy_coef * entropy_loss if args.entropy_coef else pg_loss
     metrics = {
@@ -108,13 +160,27 @@ def policy_loss(
         "entropy_loss": entropy_loss,
         "pg_clipfrac": reduce(clipped_S),
         "ppo_kl": reduce(ppo_kl_S),
-        **_rollout_gap(batch, log_probs if args.use_rollout_logprobs else old),
+        **_rollout_gap(batch, train),
+        **masking,
+        **correction,
     }
     if args.use_kl_loss:
         kl_loss = reduce(_kl_loss(args, batch, torch.cat(log_probs), torch.cat(old)))
         loss = loss + args.kl_loss_coef * kl_loss
         metrics["kl_loss"] = kl_loss
+    if args.use_opd:
+        metrics["opd_reverse_kl"] = reduce(torch.cat(batch["opd_reverse_kl"]))
+    if args.use_rollout_entropy:
+        metrics["rollout_entropy"] = reduce(torch.cat(batch["entropy"]))
     return loss, _report(loss, metrics)
+
+
+def value_loss(args: Namespace, batch: Batch, values: list[torch.Tensor], reduce: Reducer) -> LossOutput:
+    """The critic's clipped squared error against the returns; `batch["values"]` are its values before the first step."""
+    old_S, returns_S = torch.cat(batch["values"]), torch.cat(batch["returns"])
+    loss_S, clipped_S = ppo_utils.compute_value_loss(torch.cat(values), old_S, returns_S, args.value_clip)
+    loss = reduce(loss_S)
+    return loss, _report(loss, {"value_loss": loss, "value_clipfrac": reduce(clipped_S)})
 
 
 def sft_loss(log_probs: list[torch.Tensor], reduce: Reducer) -> LossOutput:

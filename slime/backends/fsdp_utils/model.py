@@ -49,6 +49,11 @@ class PolicyModel(nn.Module):
         output = body(input_ids=packed.input_ids_1T, position_ids=packed.position_ids_1T, use_cache=False)
         return output.last_hidden_state
 
+    def stored_state(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint holds, under Hugging Face names; of tied weights only the one that is stored."""
+        tied = getattr(self.hf, "all_tied_weights_keys", None) or {}
+        return {name: value for name, value in self.hf.state_dict().items() if name not in tied}
+
     def forward(
         self,
         packed: PackedBatch,
@@ -136,13 +141,18 @@ def shard(args: Namespace, model: PolicyModel, context: DistContext) -> None:
 
 def build_policy(args: Namespace, folder: Path, context: DistContext) -> PolicyModel:
     """The model to train: loaded, parameters chosen, sharded, on the rank's device."""
+    model = PolicyModel(load_trainable_hf(args, folder))
+    shard(args, model, context)
+    return model.train()
+
+
+def load_trainable_hf(args: Namespace, folder: Path) -> PreTrainedModel:
+    """`load_hf` with gradient checkpointing and frozen parameters as the flags say."""
     hf = load_hf(args, folder)
     if args.gradient_checkpointing:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
     _select_trainable(args, hf)
-    model = PolicyModel(hf)
-    shard(args, model, context)
-    return model.train()
+    return hf
 
 
 def build_reference(args: Namespace, folder: Path, context: DistContext) -> PolicyModel:
@@ -167,10 +177,9 @@ def copy_weights(source: PolicyModel, target: PolicyModel) -> None:
 
 
 def sharded_state(model: PolicyModel) -> dict[str, torch.Tensor]:
-    """State dict with Hugging Face names and sharded values; of tied weights only the one that is stored."""
+    """`stored_state` with sharded values."""
     reshard(model)
-    tied = getattr(model.hf, "all_tied_weights_keys", None) or {}
-    return {name: value for name, value in model.hf.state_dict().items() if name not in tied}
+    return model.stored_state()
 
 
 @torch.no_grad()

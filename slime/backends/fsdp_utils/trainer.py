@@ -5,7 +5,8 @@ postprocess hook, then optimiser steps x micro-batches. Reported sums run over a
 rollout executions (by its trained tokens for `train_rollout_logprob_abs_diff`, and for all with per-token loss).
 
 Invariants: every rank calls every method in the same order; loss, gradient norm and weights do not depend on the number of ranks;
-the numbers returned are the same on every rank, and rank 0 writes them to the log once per optimiser step.
+the numbers returned are the same on every rank, and rank 0 writes them to the log once per optimiser step. A step without any
+trained token leaves weights and optimizer as they are.
 
 Left out: where rollout data and engine handles come from (`slime.ray`), and all mathematics (`advantages`, `loss`).
 """
@@ -49,6 +50,7 @@ from slime.backends.fsdp_utils.model import (
 from slime.backends.fsdp_utils.optimizer import build_optimizer, clip_gradients, learning_rate, set_learning_rate
 from slime.backends.fsdp_utils.update_weight import EngineSet, Wait, WeightUpdater, ray_wait
 from slime.observability import logging_utils
+from slime.observability.train_data_utils import save_debug_train_data
 from slime.utils.misc import load_function
 
 logger = logging.getLogger(__name__)
@@ -57,6 +59,9 @@ logger = logging.getLogger(__name__)
 class FSDPTrainer:
     """Model, optimizer and step counters of one rank. Call `init` before anything else."""
 
+    role = "actor"
+    metric_room = "train"
+
     model: PolicyModel
     optimizer: torch.optim.Optimizer
     reference: PolicyModel | None
@@ -64,17 +69,17 @@ class FSDPTrainer:
     def init(self, args: Namespace, role: str = "actor", with_ref: bool = False) -> int:
         """Join the group, build and load the model. Returns the id of the first rollout to train on.
 
-        Raises `ValueError` for an option or role this back end does not have, `FileNotFoundError` for a missing model directory.
+        Raises `ValueError` for an option or role this class does not have, `FileNotFoundError` for a missing model directory.
         """
-        if role != "actor":
-            raise ValueError(f"role {role!r} is not available with --train-backend fsdp; only 'actor' is")
+        if role != self.role:
+            raise ValueError(f"{type(self).__name__} trains the role {self.role!r}, not {role!r}")
         check_supported(args)
         self.args = args
         self.context = init_distributed(args)
         set_seed(args.seed)
         self.global_step = self.micro_step = 0
         found = checkpoint.find_checkpoint(args.load, args.ckpt_step)
-        self.model = build_policy(args, self._initial_weights(), self.context)
+        self.model = self._build_model(self._initial_weights())
         self.optimizer = build_optimizer(args, self.model)
         self.reference = build_reference(args, self._reference_weights(), self.context) if with_ref else None
         self.updater = WeightUpdater(args, self.context)
@@ -83,13 +88,13 @@ class FSDPTrainer:
     def train(self, rollout_id: int, rollout_data: Batch) -> dict[str, float]:
         """Train on this rank's share of one rollout. Returns the last step's `train/*` and the rollout's `perf/*` numbers."""
         perf: dict[str, float] = {}
-        with _timed(perf, "train_time"):
+        with timed(perf, "train_time"):
             data = prepare_rollout_data(rollout_data, self.context.device)
             plans = plan_steps(data)
             self._prepare_targets(rollout_id, data, len(plans), perf)
             if self.args.reset_optimizer_states:
                 self.optimizer.state.clear()
-            with _timed(perf, "actor_train_time"):
+            with timed(perf, "actor_train_time"):
                 steps = [self._train_step(rollout_id, data, plan) for plan in plans]
             self._refresh_reference(rollout_id)
         return {**steps[-1], **perf}
@@ -121,7 +126,7 @@ class FSDPTrainer:
         perf: dict[str, float] = {}
         wait = wait or ray_wait(self.context.timeout.total_seconds())
         target = EngineSet(engines, gpu_counts or [1] * len(engines), wait)
-        with _timed(perf, "update_weights_time"):
+        with timed(perf, "update_weights_time"):
             self.updater.update(self.model, target, num_new_engines)
         return {**perf, "weight_version": float(self.updater.version)}
 
@@ -145,6 +150,9 @@ class FSDPTrainer:
 
     # ---- start ----
 
+    def _build_model(self, weights: Path) -> PolicyModel:
+        return build_policy(self.args, weights, self.context)
+
     def _initial_weights(self) -> Path:
         """HF directory to start from: `--load` when it is one, else `--ref-load`, else `--hf-checkpoint`."""
         if self.args.load and (Path(self.args.load) / "config.json").is_file():
@@ -166,25 +174,35 @@ class FSDPTrainer:
 
     def _prepare_targets(self, rollout_id: int, data: Batch, num_steps: int, perf: dict[str, float]) -> None:
         if self.reference is not None:
-            with _timed(perf, "ref_log_probs_time"):
+            with timed(perf, "ref_log_probs_time"):
                 data["ref_log_probs"] = self._log_probs(self.reference, data)
         if needs_old_log_probs(self.args, num_steps):
-            with _timed(perf, "log_probs_time"):
-                data["log_probs"] = self._log_probs(self.model, data)
+            with timed(perf, "log_probs_time"):
+                data["log_probs"], data["entropy"] = self._log_probs_and_entropy(self.model, data)
+        self._finish_targets(rollout_id, data)
+
+    def _finish_targets(self, rollout_id: int, data: Batch) -> None:
+        """Advantages and returns, then the user's hook, which has the last word."""
         if self.args.compute_advantages_and_returns:
             compute_advantages_and_returns(self.args, data)
         if self.args.rollout_data_postprocess_path:
             load_function(self.args.rollout_data_postprocess_path)(self.args, rollout_id, data)
+        save_debug_train_data(self.args, rollout_id=rollout_id, rollout_data=data)
+
+    def _log_probs(self, model: PolicyModel, data: Batch) -> list[torch.Tensor]:
+        return self._log_probs_and_entropy(model, data)[0]
 
     @torch.no_grad()
-    def _log_probs(self, model: PolicyModel, data: Batch) -> list[torch.Tensor]:
-        """Log-probs of every row, [R_i], 0 at untrained tokens. Collective."""
-        result: dict[int, torch.Tensor] = {}
+    def _log_probs_and_entropy(self, model: PolicyModel, data: Batch) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Log-probs and entropies of every row, [R_i], 0 at untrained tokens. Collective."""
+        log_probs, entropy = ([torch.zeros_like(mask_R) for mask_R in data["loss_masks"]] for _ in range(2))
         for rows, packed in iter_micro_batches(data):
-            values_N, _ = model(packed, self.args.rollout_temperature, self._chunk_size())
-            result.update(zip(rows, packed.scatter(values_N), strict=True))
+            values = model(packed, self.args.rollout_temperature, self._chunk_size())
+            for column, values_N in zip((log_probs, entropy), values, strict=True):
+                for i, value_R in zip(rows, packed.scatter(values_N), strict=True):
+                    column[i] = value_R
         reshard(model)
-        return [result[i] if i in result else torch.zeros_like(mask) for i, mask in enumerate(data["loss_masks"])]
+        return log_probs, entropy
 
     def _refresh_reference(self, rollout_id: int) -> None:
         interval = self.args.ref_update_interval
@@ -197,14 +215,21 @@ class FSDPTrainer:
         trained, clamped = count_trained_tokens(data, plan)
         tokens = all_reduce_sums({"trained": trained, "clamped": clamped}, self.context.device)
         sums = self._accumulate(data, plan, tokens["clamped"])
+        metrics = self._reduce(sums, plan.global_batch_size, tokens)
+        metrics.update(self._optimizer_step(tokens["trained"]), num_tokens=tokens["trained"])
+        return self._report(rollout_id, metrics)
+
+    def _optimizer_step(self, trained_tokens: float) -> dict[str, float]:
         grad_norm = clip_gradients(self.model, self.args.clip_grad)
         rate = learning_rate(self.args, self.global_step)
         set_learning_rate(self.optimizer, rate)
-        self.optimizer.step()
+        if trained_tokens:
+            self.optimizer.step()
+        else:
+            # Momentum and weight decay would move the weights although nothing was learned.
+            logger.warning("optimiser step %d has no trained token on any rank; weights stay", self.global_step)
         self.optimizer.zero_grad(set_to_none=True)
-        metrics = self._reduce(sums, plan.global_batch_size, tokens)
-        metrics.update(grad_norm=grad_norm, lr=rate, num_tokens=tokens["trained"])
-        return self._report(rollout_id, metrics)
+        return {"grad_norm": grad_norm, "lr": rate}
 
     def _accumulate(self, data: Batch, plan: StepPlan, normaliser: float) -> dict[str, torch.Tensor]:
         """Forward and backward over the step's micro-batches; returns this rank's sums of reported scalars."""
@@ -241,11 +266,11 @@ class FSDPTrainer:
         }
 
     def _report(self, rollout_id: int, metrics: dict[str, float]) -> dict[str, float]:
-        named = {f"train/{name}": value for name, value in metrics.items()}
-        named["train/rollout_id"], named["train/step"] = rollout_id, self.global_step
+        metrics = {**metrics, "rollout_id": rollout_id, "step": self.global_step}
+        named = {f"{self.metric_room}/{name}": value for name, value in metrics.items()}
         self.global_step += 1
         if self.context.is_main:
-            logging_utils.log(self.args, named, "train/step")
+            logging_utils.log(self.args, named, f"{self.metric_room}/step")
         return named
 
     # ---- small helpers ----
@@ -263,7 +288,8 @@ class FSDPTrainer:
 
 
 @contextmanager
-def _timed(perf: dict[str, float], name: str) -> Iterator[None]:
+def timed(perf: dict[str, float], name: str) -> Iterator[None]:
+    """Store the seconds of the block as `perf/<name>`."""
     start = time.perf_counter()
     yield
     perf[f"perf/{name}"] = time.perf_counter() - start

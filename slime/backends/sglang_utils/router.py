@@ -4,7 +4,7 @@ Invariants: `add_worker` returns only when the router will send requests to the 
 of the router are off by default: a worker that is paused for a weight update would count as dead, and whether an engine
 lives is decided by its owner. The metrics listener is bound to the router's own host, on a free port.
 
-Leaves out: prefill/decode disaggregation, and routing policy mathematics (that is the router's).
+Leaves out: routing policy mathematics (that is the router's).
 """
 
 from __future__ import annotations
@@ -90,12 +90,22 @@ def _healthy(router_url: str, worker_url: str) -> bool:
     return any(worker["url"] == worker_url and worker["is_healthy"] for worker in list_workers(router_url))
 
 
-def add_worker(router_url: str, worker_url: str, timeout_s: float = 60.0) -> None:
+def add_worker(
+    router_url: str,
+    worker_url: str,
+    timeout_s: float = 60.0,
+    worker_type: str | None = None,
+    bootstrap_port: int | None = None,
+) -> None:
     """Registers a running server and waits until the router lists it as healthy (registration is asynchronous).
+
+    `worker_type` prefill or decode needs a router with `pd-disaggregation`; a prefill worker has a `bootstrap_port`.
 
     Raises EngineError when the router refuses, TimeoutError when the worker does not appear in time.
     """
-    request("POST", router_url, "/workers", {"url": worker_url})
+    role = {"worker_type": worker_type, "bootstrap_port": bootstrap_port}
+    given = {name: value for name, value in role.items() if value is not None}
+    request("POST", router_url, "/workers", {"url": worker_url, **given})
     if not _wait(lambda: _healthy(router_url, worker_url), timeout_s):
         raise TimeoutError(
             f"router {router_url} did not take worker {worker_url} within {timeout_s:g} s: is the worker healthy?"

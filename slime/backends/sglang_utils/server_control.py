@@ -23,6 +23,32 @@ from typing import Any
 import httpx
 
 from slime.backends.sglang_utils.errors import EngineError
+from slime.utils.engine_abort import abort_server_until_idle, abort_servers_until_idle, num_requests_from_load
+
+__all__ = [
+    "abort_all",
+    "abort_server_until_idle",
+    "abort_servers_until_idle",
+    "begin_weight_update",
+    "check_weights",
+    "continue_generation",
+    "destroy_weights_update_group",
+    "end_weight_update",
+    "flush_cache",
+    "get_weight_version",
+    "health_generate",
+    "init_weights_update_group",
+    "is_ok",
+    "num_requests_from_load",
+    "num_running_requests",
+    "pause_generation",
+    "release_memory_occupation",
+    "request",
+    "resume_memory_occupation",
+    "update_weights_from_disk",
+    "update_weights_from_distributed",
+    "update_weights_from_tensor",
+]
 
 CALL_TIMEOUT_S = 60.0
 # A bucket has to cross the network; a rank that died must still show within minutes.
@@ -155,6 +181,28 @@ def update_weights_from_distributed(
     _post(url, "/update_weights_from_distributed", payload, UPDATE_TIMEOUT_S)
 
 
+def update_weights_from_tensor(
+    url: str,
+    serialized_named_tensors: list[str],
+    load_format: str | None = None,
+    flush_cache: bool = False,
+    weight_version: str | None = None,
+) -> None:
+    """Loads tensors that are shared by handle; one serialised entry per rank of the engine, made by SGLang's serialiser."""
+    payload = {
+        "serialized_named_tensors": serialized_named_tensors,
+        "load_format": load_format,
+        "flush_cache": flush_cache,
+        "weight_version": weight_version,
+    }
+    _post(url, "/update_weights_from_tensor", payload, UPDATE_TIMEOUT_S)
+
+
+def check_weights(url: str, action: str) -> dict[str, Any]:
+    """`snapshot` remembers the weights, `reset_tensors` spoils them, `compare` fails when they are not as remembered."""
+    return request("POST", url, "/weights_checker", {"action": action}, UPDATE_TIMEOUT_S)
+
+
 def update_weights_from_disk(
     url: str, model_path: str, load_format: str | None = None, weight_version: str | None = None
 ) -> None:
@@ -181,8 +229,7 @@ def resume_memory_occupation(url: str, tags: list[str] | None = None) -> None:
 
 def num_running_requests(url: str) -> int:
     """Requests running or waiting, over all data-parallel ranks."""
-    loads = request("GET", url, "/v1/loads?include=core")["loads"]
-    return sum(int(load["num_running_reqs"]) + int(load["num_waiting_reqs"]) for load in loads)
+    return num_requests_from_load(request("GET", url, "/v1/loads?include=core"))
 
 
 def abort_all(url: str, timeout_s: float = CALL_TIMEOUT_S, interval_s: float = 0.2) -> None:

@@ -1,10 +1,11 @@
 """One rollout engine of a run: a server process, its place in the router, and the control calls on it.
 
-The class is plain: `slime.ray` wraps it into an actor. It owns the server it starts, so the server ends with the actor.
+The class is plain: `slime.ray` wraps it into an actor. It owns the server it starts, so the server ends with the actor;
+an external engine (`args.rollout_external`) is only registered, and left running.
 All methods block. Configuration errors are ValueError or FileNotFoundError, everything later ServerStartError,
 EngineError or TimeoutError.
 
-Leaves out: tensor (shared memory) updates, engines over several nodes, and worker types other than `regular`.
+Leaves out: engines over several nodes; encoder engines; serialising tensors for shared-memory updates.
 """
 
 from __future__ import annotations
@@ -24,6 +25,18 @@ from slime.backends.sglang_utils.server import ServerSpec, SGLangServer
 logger = logging.getLogger(__name__)
 
 LOCALHOST = "127.0.0.1"
+WORKER_TYPES = ("regular", "prefill", "decode")
+# Options of an external engine that must be as ours, for its log-probs and weights to be usable.
+CHECKED_OPTIONS = ("trust-remote-code", "quantization", "kv-cache-dtype")
+
+
+def get_base_gpu_id(args: argparse.Namespace, rank: int) -> int:
+    """First GPU, on its node, of engine number `rank`; in a run with its own training GPUs engines come behind those."""
+    per_node = args.num_gpus_per_node
+    offset = 0
+    if not (args.colocate or args.debug_rollout_only):
+        offset = args.actor_num_nodes * args.actor_num_gpus_per_node
+    return int((offset + rank * args.rollout_num_gpus_per_engine) % per_node)
 
 
 class SGLangEngine:
@@ -32,7 +45,7 @@ class SGLangEngine:
     Args:
         args: the run's arguments.
         rank: number of this engine in the run.
-        worker_type: only `regular`.
+        worker_type: `regular`, or `prefill` / `decode` behind a router that pairs them.
         base_gpu_id: first GPU of the engine on its node; None on CPU or when the visible devices are already its own.
         sglang_overrides: server options that win over those of `args`.
         num_gpus_per_engine: tensor-parallel size times pipeline size; None takes it from `args`.
@@ -47,12 +60,16 @@ class SGLangEngine:
         sglang_overrides: dict[str, Any] | None = None,
         num_gpus_per_engine: int | None = None,
     ) -> None:
-        if worker_type != "regular":
-            raise ValueError(f"worker type {worker_type!r} is not available in this version: use 'regular'")
+        if worker_type not in WORKER_TYPES:
+            raise ValueError(
+                f"worker type {worker_type!r} is not available in this version: use one of {WORKER_TYPES}"
+            )
+        self.worker_type = worker_type
         self.args, self.rank, self.base_gpu_id = args, rank, base_gpu_id
         self.sglang_overrides = sglang_overrides or {}
         self.num_gpus_per_engine = num_gpus_per_engine or args.rollout_num_gpus_per_engine
         self.server: SGLangServer | None = None
+        self.external_url: str | None = None
         self.router_url: str | None = None
 
     def init(
@@ -73,29 +90,61 @@ class SGLangEngine:
             nccl_port: port of the engine's own process group, or None for a free one.
             router_ip, router_port: the router to register with; None registers nowhere.
         """
-        if disaggregation_bootstrap_port is not None:
-            raise ValueError("disaggregation_bootstrap_port: prefill/decode engines are not available in this version")
-        self.server = SGLangServer(self._spec(host or LOCALHOST, port, dist_init_addr, nccl_port))
-        self.server.start()
+        if (disaggregation_bootstrap_port is not None) != (self.worker_type == "prefill"):
+            raise ValueError("disaggregation_bootstrap_port belongs to a prefill engine, and to no other")
+        if getattr(self.args, "rollout_external", False):
+            self._attach(base_url(host or LOCALHOST, port))
+        else:
+            spec = self._spec(host or LOCALHOST, port, dist_init_addr, nccl_port, disaggregation_bootstrap_port)
+            self.server = SGLangServer(spec)
+            self.server.start()
         try:
-            self.server.wait_ready(self.args.sglang_startup_timeout_secs)
+            if self.server is not None:
+                self.server.wait_ready(self.args.sglang_startup_timeout_secs)
             if router_ip is not None and router_port is not None:
                 router_url = base_url(router_ip, router_port)
-                router.add_worker(router_url, self.server.url)
+                router.add_worker(router_url, self.get_url(), **self._router_role(disaggregation_bootstrap_port))
                 self.router_url = router_url
         except (RuntimeError, TimeoutError):
             self.shutdown()
             raise
-        logger.info("engine %d is ready at %s", self.rank, self.server.url)
-        return self.server.url
+        logger.info("engine %d is ready at %s", self.rank, self.get_url())
+        return self.get_url()
 
-    def _spec(self, host: str, port: int, dist_init_addr: str | None, nccl_port: int | None) -> ServerSpec:
+    def _attach(self, url: str) -> None:
+        """Takes a running server as this engine. Raises ValueError when it cannot be used."""
+        if not server_control.health_generate(url, timeout_s=self.args.sglang_startup_timeout_secs):
+            raise ValueError(f"--rollout-external-engine-addrs: {url} does not generate; is the server up?")
+        self.external_url = url
+        given, wanted = server_control.request("GET", url, "/server_info"), server_options(self.args)
+        for name in CHECKED_OPTIONS:
+            theirs = given.get(name.replace("-", "_"))
+            if name in wanted and theirs is not None and theirs != wanted[name]:
+                raise ValueError(f"external engine {url}: --{name} is {theirs!r}, this run needs {wanted[name]!r}")
+
+    def _router_role(self, bootstrap_port: int | None) -> dict[str, Any]:
+        if self.worker_type == "regular":
+            return {}
+        return {"worker_type": self.worker_type, "bootstrap_port": bootstrap_port}
+
+    def _spec(
+        self,
+        host: str,
+        port: int,
+        dist_init_addr: str | None,
+        nccl_port: int | None,
+        bootstrap_port: int | None = None,
+    ) -> ServerSpec:
         options = server_options(self.args)
         options["tp-size"] = self.num_gpus_per_engine // (self.args.sglang_pp_size or 1)
         options |= {"dist-init-addr": dist_init_addr, "nccl-port": nccl_port, "base-gpu-id": self.base_gpu_id}
-        options |= {name.replace("_", "-"): value for name, value in self.sglang_overrides.items()}
+        if self.worker_type != "regular":
+            options |= {"disaggregation-mode": self.worker_type, "disaggregation-bootstrap-port": bootstrap_port}
+        overrides = {name.replace("_", "-"): value for name, value in self.sglang_overrides.items()}
+        model_path = overrides.pop("model-path", None) or self.args.hf_checkpoint
+        options |= overrides
         return ServerSpec(
-            model_path=str(self.args.hf_checkpoint),
+            model_path=str(model_path),
             host=host,
             port=port,
             options=options,
@@ -105,6 +154,8 @@ class SGLangEngine:
 
     def get_url(self) -> str:
         """Base url of the server. Raises RuntimeError before `init`."""
+        if self.external_url is not None:
+            return self.external_url
         if self.server is None:
             raise RuntimeError(f"engine {self.rank} has no server: call init() first")
         return self.server.url
@@ -114,7 +165,8 @@ class SGLangEngine:
         return server_control.health_generate(self.get_url(), timeout)
 
     def shutdown(self) -> None:
-        """Leaves the router and ends the server's processes; may be called again."""
+        """Leaves the router and ends the server's processes; may be called again. An external engine goes on."""
+        self.external_url = None
         server, self.server = self.server, None
         if server is None:
             return
@@ -196,6 +248,76 @@ class SGLangEngine:
             weight_version,
             load_format,
         )
+
+    def update_weights_from_tensor(
+        self,
+        serialized_named_tensors: list[str],
+        load_format: str | None = None,
+        flush_cache: bool = False,
+        weight_version: str | None = None,
+    ) -> None:
+        """See `server_control.update_weights_from_tensor`."""
+        server_control.update_weights_from_tensor(
+            self.get_url(), serialized_named_tensors, load_format, flush_cache, weight_version
+        )
+
+    def check_weights(self, action: str) -> dict[str, Any]:
+        """See `server_control.check_weights`."""
+        return server_control.check_weights(self.get_url(), action)
+
+    def pull_weights(self, target_version: int) -> None:
+        """Asks a server with the `/pull_weights` extension to bring its local checkpoint to `target_version`.
+
+        Raises EngineError (404) on a server without it; SGLang itself has none.
+        """
+        payload = {
+            "local_checkpoint_dir": self.args.update_weight_local_checkpoint_dir,
+            "source_dir": self.args.update_weight_disk_dir,
+            "target_version": target_version,
+        }
+        server_control.request("POST", self.get_url(), "/pull_weights", payload, server_control.UPDATE_TIMEOUT_S)
+
+    def post_process_weights(
+        self, restore_weights_before_load: bool = False, post_process_quantization: bool = False
+    ) -> None:
+        """Asks a server with the `/post_process_weights` extension to undo or redo its quantisation.
+
+        Raises EngineError (404) on a server without it; SGLang itself does this inside the update session.
+        """
+        payload = {
+            "restore_weights_before_load": restore_weights_before_load,
+            "post_process_quantization": post_process_quantization,
+        }
+        server_control.request(
+            "POST", self.get_url(), "/post_process_weights", payload, server_control.UPDATE_TIMEOUT_S
+        )
+
+    def start_profile(
+        self,
+        output_dir: str | None = None,
+        start_step: int | None = None,
+        num_steps: int | None = None,
+        activities: list[str] | None = None,
+        profile_by_stage: bool = False,
+        with_stack: bool | None = None,
+        record_shapes: bool | None = None,
+    ) -> None:
+        """Starts the server's profiler."""
+        payload = {
+            "output_dir": output_dir,
+            "start_step": start_step,
+            "num_steps": num_steps,
+            "activities": activities,
+            "profile_by_stage": profile_by_stage,
+            "with_stack": with_stack,
+            "record_shapes": record_shapes,
+        }
+        given = {name: value for name, value in payload.items() if value is not None}
+        server_control.request("POST", self.get_url(), "/start_profile", given)
+
+    def stop_profile(self) -> None:
+        """Stops the server's profiler, which then writes its files."""
+        server_control.request("POST", self.get_url(), "/stop_profile", {}, server_control.UPDATE_TIMEOUT_S)
 
     def update_weights_from_disk(
         self, model_path: str, load_format: str | None = None, weight_version: str | None = None

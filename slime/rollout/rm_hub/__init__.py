@@ -9,6 +9,7 @@ Left out: judges by language model (method packages bring their own).
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import weakref
 from collections.abc import Callable
@@ -18,10 +19,14 @@ import httpx
 
 from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
 from slime.rollout.rm_hub.f1 import f1_score
+from slime.rollout.rm_hub.gpqa import compute_gpqa_reward
+from slime.rollout.rm_hub.ifbench import TIME_LIMIT_S, compute_ifbench_reward
 from slime.rollout.rm_hub.math_dapo_utils import compute_score
 from slime.rollout.rm_hub.math_utils import extract_boxed_answer, grade_answer_verl
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
 
 _REMOTE_CONNECTIONS = 64
 _REMOTE_TIMEOUT_S = 120.0
@@ -34,6 +39,10 @@ _RULES: dict[str, Callable[[str, Any], Any]] = {
     "math": lambda response, label: int(grade_answer_verl(response, label)),
     "f1": lambda response, label: f1_score(response, label)[0],
     "random": lambda response, label: random.randint(0, 1),
+}
+_METADATA_RULES: dict[str, Callable[[str, Any, dict[str, Any]], float]] = {
+    "gpqa": compute_gpqa_reward,
+    "ifbench": compute_ifbench_reward,
 }
 _BOX_READERS = ("deepscaler", "math")  # they look for the box themselves
 
@@ -55,9 +64,14 @@ async def remote_rm(args: Any, sample: Sample, max_retries: int = 10) -> Any:
     Tries `max_retries` times with exponential back-off (at most 30 s plus jitter); raises the last error.
     """
     payload = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
+    return await post_with_retries(args.rm_url, payload, max_retries)
+
+
+async def post_with_retries(url: str, payload: dict[str, Any], max_retries: int = 10) -> Any:
+    """POSTs JSON and returns the decoded answer; each try has 120 s, see `remote_rm` for the back-off."""
     for attempt in range(max_retries):
         try:
-            return await asyncio.wait_for(_post_json(args.rm_url, payload), _REMOTE_TIMEOUT_S)
+            return await asyncio.wait_for(_post_json(url, payload), _REMOTE_TIMEOUT_S)
         except (httpx.HTTPError, asyncio.TimeoutError, ValueError):
             if attempt + 1 == max_retries:
                 raise
@@ -86,10 +100,22 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
         response = response if rm_type in _BOX_READERS else extract_boxed_answer(response) or ""
     if rm_type == "remote_rm":
         return await remote_rm(args, sample)
-    if rm_type not in _RULES:
-        known = ", ".join(sorted([*_RULES, "remote_rm"]))
+    if rm_type not in _RULES and rm_type not in _METADATA_RULES:
+        known = ", ".join(sorted([*_RULES, *_METADATA_RULES, "remote_rm"]))
         raise NotImplementedError(f"--rm-type {rm_type!r} is not a built-in reward; use one of {known}")
+    if rm_type in _METADATA_RULES:
+        return await _time_limited(rm_type, response, sample)
     return _RULES[rm_type](response, sample.label)
+
+
+async def _time_limited(rm_type: str, response: str, sample: Sample) -> float:
+    """A rule that runs code of another package or long patterns, beside the event loop; too long is 0.0."""
+    call = asyncio.to_thread(_METADATA_RULES[rm_type], response, sample.label, _metadata(sample))
+    try:
+        return await asyncio.wait_for(call, TIME_LIMIT_S)
+    except asyncio.TimeoutError:
+        logger.warning("--rm-type %s took more than %.0f s on sample %s: 0.0", rm_type, TIME_LIMIT_S, sample.index)
+        return 0.0
 
 
 def _metadata(sample: Sample) -> dict[str, Any]:

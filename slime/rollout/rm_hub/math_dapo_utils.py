@@ -7,6 +7,8 @@ Minerva (Lewkowycz et al. 2022, appendix D). Left out: mathematical equality; th
 from __future__ import annotations
 
 import re
+import signal
+from types import FrameType
 from typing import Any
 
 from slime.rollout.rm_hub.boxed import last_boxed_only_string, remove_boxed
@@ -18,6 +20,7 @@ __all__ = [
     "last_boxed_only_string",
     "normalize_final_answer",
     "remove_boxed",
+    "timeout",
     "verify",
 ]
 
@@ -46,6 +49,25 @@ _REMOVED = (
 _UNWRAPPED = tuple(re.compile(rf"\\{name}\{{(.*?)\}}") for name in ("text", "textbf", "overline"))
 _LATEX_BOX = re.compile(r"\\boxed\{(.*)\}", re.DOTALL)
 _MATH = re.compile(r"\$(.*?)\$", re.DOTALL)
+
+
+class timeout:  # noqa: N801 - the public name
+    """Context manager: TimeoutError after `seconds`, for checks of one's own. Main thread only, as all signals are."""
+
+    def __init__(self, seconds: float = 1, error_message: str = "Timeout") -> None:
+        self.seconds, self.error_message = seconds, error_message
+
+    def handle_timeout(self, signum: int, frame: FrameType | None) -> None:
+        """Signal handler. Raises TimeoutError."""
+        raise TimeoutError(self.error_message)
+
+    def __enter__(self) -> None:
+        self._previous = signal.signal(signal.SIGALRM, self.handle_timeout)
+        signal.setitimer(signal.ITIMER_REAL, self.seconds)
+
+    def __exit__(self, *error: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, self._previous)
 
 
 def normalize_final_answer(final_answer: str) -> str:

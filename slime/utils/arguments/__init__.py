@@ -1,13 +1,14 @@
 """The command line: one module per flag group, `validate` for what must hold between flags.
 
-`parse_args()` is the entry point of every program. Configuration errors (ValueError, FileNotFoundError) end the
+`parse_args()` is the entry point of every program. Configuration errors (ValueError, FileNotFoundError, AssertionError) end the
 process with one line `error: ...` on stderr and exit code 2, before any model loads or server starts.
-Every registered flag is read somewhere; a feature that is not available has no flag.
+Every registered flag is read somewhere; a flag that the chosen backend cannot honour is refused, naming the backend that can.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 
@@ -16,30 +17,46 @@ from slime.utils.arguments.cluster import add_cluster_arguments
 from slime.utils.arguments.data import add_data_arguments
 from slime.utils.arguments.debug import add_debug_arguments
 from slime.utils.arguments.eval import add_eval_arguments
+from slime.utils.arguments.fault_tolerance import add_fault_tolerance_arguments
 from slime.utils.arguments.fsdp import add_fsdp_arguments
 from slime.utils.arguments.hooks import validate_hooks
 from slime.utils.arguments.logging import add_logging_arguments
+from slime.utils.arguments.offpolicy import add_distillation_arguments, add_offpolicy_arguments
 from slime.utils.arguments.parser import SlimeArgumentParser, reset_arg
 from slime.utils.arguments.reward import add_reward_arguments
+from slime.utils.arguments.roles import parse_megatron_role_args
 from slime.utils.arguments.rollout import add_rollout_arguments
+from slime.utils.arguments.rollout_buffer import add_buffer_arguments
 from slime.utils.arguments.train import add_train_arguments
+from slime.utils.arguments.unavailable import add_unavailable_arguments
 from slime.utils.arguments.validate import slime_validate_args
 
-__all__ = ["get_slime_extra_args_provider", "parse_args", "reset_arg", "slime_validate_args"]
+__all__ = [
+    "get_slime_extra_args_provider",
+    "parse_args",
+    "parse_megatron_role_args",
+    "reset_arg",
+    "slime_validate_args",
+]
 
 ArgumentsProvider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
 FLAG_GROUPS = (
     add_cluster_arguments,
+    add_fault_tolerance_arguments,
     add_train_arguments,
     add_rollout_arguments,
     add_data_arguments,
     add_eval_arguments,
     add_algo_arguments,
+    add_offpolicy_arguments,
+    add_distillation_arguments,
     add_fsdp_arguments,
     add_reward_arguments,
+    add_buffer_arguments,
     add_logging_arguments,
     add_debug_arguments,
+    add_unavailable_arguments,
 )
 
 
@@ -59,16 +76,16 @@ def get_slime_extra_args_provider(add_custom_arguments: ArgumentsProvider | None
 def parse_args(add_custom_arguments: ArgumentsProvider | None = None, argv: Sequence[str] | None = None) -> Namespace:
     """Parse and validate the command line (or `argv`). Prints one line and exits with 2 when it cannot be used."""
     # The engine's flags belong to its backend; importing it here keeps this package importable without one.
-    from slime.backends.sglang_utils.arguments import add_sglang_arguments, validate_sglang_args
+    from slime.backends.sglang_utils.arguments import add_sglang_arguments, needs_all_flags, validate_sglang_args
 
     parser = SlimeArgumentParser(description="Reinforcement-learning post-training")
     get_slime_extra_args_provider(add_custom_arguments)(parser)
-    add_sglang_arguments(parser)
+    add_sglang_arguments(parser, all_flags=needs_all_flags(sys.argv[1:] if argv is None else argv))
     args = parser.parse_strictly(argv)
     try:
         slime_validate_args(args)
         validate_sglang_args(args)
         validate_hooks(args)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError, AssertionError) as error:
         parser.error(str(error))
     return args

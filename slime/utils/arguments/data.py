@@ -55,5 +55,6 @@ def _add_batch_arguments(parser: argparse.ArgumentParser) -> None:
     add("--num-steps-per-rollout", type=int, default=None, help="instead of --global-batch-size")
     reset_arg(parser, "--micro-batch-size", type=int, default=1, help="samples per micro-batch")
     add("--balance-data", action="store_true", help="balance the work of the data-parallel ranks")
+    add("--balance-by-flops", action="store_true", help="the same by FLOPs, for micro-batches as well as ranks")
     add("--use-dynamic-batch-size", action="store_true", help="pack micro-batches up to --max-tokens-per-gpu")
     add("--max-tokens-per-gpu", type=int, default=None, help="token budget of a micro-batch")

@@ -12,6 +12,8 @@ def add_logging_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--metrics-jsonl", default=None, help="append every metrics line to this file")
     add("--log-passrate", action="store_true", help="log pass@k")
+    add("--log-multi-turn", action="store_true", help="log turns and tokens per turn (metadata round_number)")
+    add("--log-correct-samples", action="store_true", help="log the lengths of samples with reward 1 apart")
     add("--log-reward-category", default=None, help="key of a reward dict whose values are counted in the log")
     add("--use-tensorboard", action="store_true", help="write TensorBoard files")
     add("--tb-project-name", default=None, help="TensorBoard directory (default: $TENSORBOARD_DIR)")

@@ -20,6 +20,18 @@ def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rollout-stop-token-ids", type=int, nargs="+", default=None, help="stop token ids")
     add("--rollout-shuffle", action="store_true", help="shuffle the prompts in each epoch")
     add("--rollout-seed", type=int, default=42, help="seed of the shuffle and of deterministic sampling")
+    add(
+        "--rollout-max-staleness",
+        type=int,
+        default=None,
+        help="fully asynchronous rollout: weight versions a sample may be behind the engines (default: any)",
+    )
+    add(
+        "--rollout-external-engine-addrs",
+        nargs="+",
+        default=None,
+        help="HOST:PORT of running engines to use instead of starting some",
+    )
     add("--over-sampling-batch-size", type=int, default=None, help="prompts per fetch (default: a whole batch)")
     add("--partial-rollout", action="store_true", help="unfinished samples go back to the buffer and continue later")
     add(

@@ -12,7 +12,7 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--train-backend", choices=["megatron", "fsdp"], default="megatron", help="training backend")
     add("--train-env-vars", type=json_object, default={}, help="JSON object: more environment variables for trainers")
-    add("--log-probs-chunk-size", type=int, default=1024, help="rows per log-prob chunk; <= 0 means 1024")
+    add("--log-probs-chunk-size", type=int, default=-1, help="rows per log-prob chunk; <= 0 means 1024")
     add("--only-train-params-name-list", nargs="*", default=None, help="regexes of the only parameters to train")
     add("--freeze-params-name-list", nargs="*", default=None, help="regexes of parameters to freeze")
     reset_arg(parser, "--seed", type=int, default=1234, help="training seed, and base of the engines' seeds")
@@ -43,5 +43,6 @@ def _add_weight_sync_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--update-weight-disk-dir", default=None, help="shared directory for --update-weight-transport disk")
     add("--update-weight-disk-keep-files", action="store_true", help="keep the directories of earlier disk syncs")
+    add("--update-weights-interval", type=int, default=1, help="train_async.py: rollouts between two weight syncs")
     add("--update-weight-buffer-size", type=int, default=512 * 1024**2, help="bytes per weight-sync bucket")
     add("--custom-update-weight-post-write-path", default=None, help="hook: fn(args, version_dir, rollout_engines)")

@@ -2,7 +2,7 @@
 
 `slime_validate_args` changes `args` in place and raises ValueError or FileNotFoundError with one clear sentence.
 After it, `args.use_gpu`, `args.eval_datasets` and all batch sizes are set.
-Leaves out: flags of the engines (`slime/backends/sglang_utils/arguments.py`).
+Leaves out: flags of the engines (`slime/backends/sglang_utils/arguments.py`) and of the algorithm (`validate_algo`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ from typing import Any
 import torch
 import yaml
 
+from slime.utils.arguments.model_shape import set_model_shape
+from slime.utils.arguments.unavailable import refuse_unavailable
+from slime.utils.arguments.validate_algo import resolve_algorithm
+from slime.utils.arguments.validate_cluster import resolve_debug_modes, resolve_placement
 from slime.utils.data import check_prompt_file
 from slime.utils.eval_config import build_eval_dataset_configs, ensure_dataset_list
 
@@ -44,6 +48,12 @@ _MINIMA: dict[str, int] = {
     "actor_num_gpus_per_node": 1,
     "rollout_num_gpus": 0,
     "rollout_num_gpus_per_engine": 1,
+    "num_gpus_per_node": 1,
+    "rollout_max_staleness": 0,
+    "update_weights_interval": 1,
+    "rollout_health_check_interval": 0,
+    "rollout_health_check_timeout": 0,
+    "rollout_health_check_first_wait": 0,
     "num_rollout": 0,
     "num_epoch": 1,
     "start_rollout_id": 0,
@@ -66,11 +76,12 @@ def slime_validate_args(args: Namespace) -> None:
     _check_ranges(args)
     _check_backend(args)
     _check_checkpoints(args)
-    _resolve_debug_modes(args)
-    _resolve_placement(args)
+    refuse_unavailable(args)
+    resolve_debug_modes(args)
+    resolve_placement(args)
     _resolve_lengths(args)
     _resolve_batches(args)
-    _resolve_algorithm(args)
+    resolve_algorithm(args)
     _resolve_eval(args)
     _check_prompt_data(args)
 
@@ -177,44 +188,6 @@ def _check_model_dir(flag: str, path: str) -> None:
         raise FileNotFoundError(f"{flag} {path}: holds no config.json, so it is no Hugging Face model directory")
 
 
-def _resolve_debug_modes(args: Namespace) -> None:
-    if args.load_debug_rollout_data_subsample is not None and not args.load_debug_rollout_data:
-        raise ValueError("--load-debug-rollout-data-subsample: needs --load-debug-rollout-data")
-    if args.load_debug_rollout_data:
-        args.debug_train_only = True
-    if args.debug_rollout_only and args.debug_train_only:
-        raise ValueError(
-            "--debug-rollout-only and --debug-train-only (implied by --load-debug-rollout-data) exclude each other"
-        )
-    for name in ("save_debug_rollout_data", "load_debug_rollout_data"):
-        template = getattr(args, name)
-        if template and "{rollout_id}" not in template:
-            raise ValueError(f"{_flag(name)} {template}: must contain {{rollout_id}}, one path per rollout")
-
-
-def _resolve_placement(args: Namespace) -> None:
-    """Number of engines, and whether they leave the GPU while the trainers work."""
-    actor_gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
-    if args.debug_train_only:
-        args.rollout_num_gpus = args.rollout_num_gpus or 0
-    elif args.rollout_num_gpus is None:
-        if not args.colocate:
-            raise ValueError(
-                "--rollout-num-gpus: needed (GPUs for engines, or engines on CPU) unless --colocate is set"
-            )
-        args.rollout_num_gpus = actor_gpus
-    if args.rollout_num_gpus % args.rollout_num_gpus_per_engine:
-        raise ValueError(
-            f"--rollout-num-gpus {args.rollout_num_gpus}: must be a multiple of "
-            f"--rollout-num-gpus-per-engine {args.rollout_num_gpus_per_engine}"
-        )
-    if args.debug_rollout_only or args.debug_train_only:
-        args.colocate = args.offload_rollout = False
-    if args.offload_rollout is None:
-        # Without a GPU both sides live in the same memory and there is nothing to release.
-        args.offload_rollout = args.colocate and args.use_gpu
-
-
 def _resolve_lengths(args: Namespace) -> None:
     generates = not args.debug_train_only and args.rollout_function_path == _DEFAULT_ROLLOUT
     if generates and args.rollout_max_response_len is None:
@@ -261,6 +234,11 @@ def _resolve_batches(args: Namespace) -> None:
         )
     if args.use_dynamic_batch_size and args.max_tokens_per_gpu is None:
         raise ValueError("--use-dynamic-batch-size: needs --max-tokens-per-gpu")
+    if args.balance_by_flops:
+        if not args.use_dynamic_batch_size:
+            raise ValueError("--balance-by-flops: needs --use-dynamic-batch-size and --max-tokens-per-gpu")
+        args.balance_data = True
+        set_model_shape(args)
     _check_run_length(args)
 
 
@@ -271,33 +249,6 @@ def _check_run_length(args: Namespace) -> None:
         raise ValueError("--num-rollout: needed (or --num-epoch)")
     if not (args.rollout_global_dataset and args.prompt_data):
         raise ValueError(f"--num-epoch {args.num_epoch}: needs the data set of --prompt-data; or give --num-rollout")
-
-
-def _resolve_algorithm(args: Namespace) -> None:
-    if args.kl_coef != 0:
-        raise ValueError(
-            f"--kl-coef {args.kl_coef}: has no effect with --advantage-estimator {args.advantage_estimator}; "
-            "use --use-kl-loss --kl-loss-coef"
-        )
-    if args.kl_loss_coef != 0 and not args.use_kl_loss:
-        raise ValueError(f"--kl-loss-coef {args.kl_loss_coef}: has no effect without --use-kl-loss")
-    if args.loss_type == "custom_loss" and not args.custom_loss_function_path:
-        raise ValueError("--loss-type custom_loss: needs --custom-loss-function-path")
-    if args.custom_loss_function_path and args.loss_type != "custom_loss":
-        raise ValueError(f"--custom-loss-function-path: has no effect with --loss-type {args.loss_type}")
-    without = not args.compute_advantages_and_returns and not args.rollout_data_postprocess_path
-    if without and args.loss_type == "policy_loss":
-        raise ValueError(
-            "--disable-compute-advantages-and-returns: --loss-type policy_loss needs advantages; drop the flag, use "
-            "another loss, or set them with --rollout-data-postprocess-path"
-        )
-    if args.eps_clip_high is None:
-        args.eps_clip_high = args.eps_clip
-    if args.eval_reward_key is None:
-        args.eval_reward_key = args.reward_key
-    if args.n_samples_per_prompt == 1:
-        # One sample has no standard deviation.
-        args.grpo_std_normalization = False
 
 
 def _resolve_eval(args: Namespace) -> None:

@@ -2,7 +2,7 @@
 
 Inputs: .jsonl, .json (a list, or `{"data": [...]}`) and .parquet. Invariants: the order of the file is kept; every row is
 yielded once, as a `Row` or as a `Problem`; a parquet file is read in small batches; only a missing file and an unknown
-type are errors. Leaves out: what the fields mean (`data_items`, `data_documents`).
+type are errors. Leaves out: what the fields mean (each method's loaders know).
 """
 
 from __future__ import annotations

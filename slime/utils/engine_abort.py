@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from typing import Any
 
 import httpx
 
@@ -17,7 +18,10 @@ from slime.utils.http_utils import get, post
 logger = logging.getLogger(__name__)
 
 ABORT_INTERVAL_S = 0.5
-DRAIN_TIMEOUT_S = 60.0  # how long the engines may take to become idle
+DRAIN_TIMEOUT_S = 60.0  # how long an engine may take to become idle
+
+_TOTAL_KEYS = ("num_total_reqs", "num_reqs")
+_PART_KEYS = ("num_running_reqs", "num_waiting_reqs")
 
 
 async def worker_urls(workers_url: str) -> list[str]:
@@ -38,25 +42,50 @@ async def abort_requests(urls: list[str]) -> None:
             logger.warning("abort request to %s failed: %r", url, result)
 
 
-async def abort_until_idle(urls: list[str]) -> None:
-    """Repeats the abort until no engine reports a request, at most `DRAIN_TIMEOUT_S` seconds."""
+async def abort_servers_until_idle(urls: list[str]) -> None:
+    """Aborts at all engines at once, each until it is idle; see `abort_server_until_idle`."""
+    await asyncio.gather(*(abort_server_until_idle(url) for url in urls))
+
+
+async def abort_server_until_idle(url: str, retry_interval: float = ABORT_INTERVAL_S) -> None:
+    """Repeats the abort until the engine reports no request, at most `DRAIN_TIMEOUT_S` seconds.
+
+    A client may have had a request on its way, so once is not enough. `retry_interval` in seconds.
+    """
     deadline = time.monotonic() + DRAIN_TIMEOUT_S
     while True:
-        await abort_requests(urls)
-        busy = sum(await asyncio.gather(*(_num_requests(url) for url in urls)))
+        await abort_requests([url])
+        busy = await _num_requests(url)
         if busy == 0:
             return
         if time.monotonic() > deadline:
-            logger.warning("%d requests still run %.0f s after their abort", busy, DRAIN_TIMEOUT_S)
+            logger.warning("%d requests of %s still run %.0f s after their abort", busy, url, DRAIN_TIMEOUT_S)
             return
-        await asyncio.sleep(ABORT_INTERVAL_S)
+        await asyncio.sleep(retry_interval)
 
 
 async def _num_requests(url: str) -> int:
     """Requests the engine still works on; 0 when it does not say."""
     try:
-        loads = await get(f"{url}/v1/loads?include=core")
-        return sum(load.get("num_running_reqs", 0) + load.get("num_waiting_reqs", 0) for load in loads["loads"])
+        return num_requests_from_load(await get(f"{url}/v1/loads?include=core"))
     except (httpx.HTTPError, OSError, ValueError, KeyError) as error:
         logger.warning("cannot read the load of %s: %r", url, error)
         return 0
+
+
+def num_requests_from_load(load: Any) -> int:
+    """Requests running and waiting in an answer of `/v1/loads`: one rank, a list of ranks, or `{"loads": [...]}`.
+
+    Raises ValueError for any other shape.
+    """
+    if isinstance(load, (list, tuple)):
+        return sum(num_requests_from_load(rank) for rank in load)
+    if isinstance(load, dict) and "loads" in load:
+        return num_requests_from_load(load["loads"])
+    if isinstance(load, dict):
+        for total in _TOTAL_KEYS:
+            if total in load:
+                return int(load[total])
+        if any(key in load for key in _PART_KEYS):
+            return sum(int(load.get(key) or 0) for key in _PART_KEYS)
+    raise ValueError(f"not a load report: {load!r:.200}")

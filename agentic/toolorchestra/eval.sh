@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Evaluates ToolOrchestra: untrained and (with --trained-model) trained policy, on servers that run already.
+#
+#   bash agentic/toolorchestra/eval.sh [--SETTING VALUE ...] [--dry-run]
+#
+# Settings, their defaults and the commands made of them: launch.yaml. --help lists them.
+set -euo pipefail
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" exec "${PYTHON:-python}" -m agentic.toolorchestra.launch eval "$@"

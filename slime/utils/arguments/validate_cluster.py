@@ -1,0 +1,115 @@
+"""Debug modes, dumps, and how many processes train and generate: what must hold between these flags.
+
+Both functions change `args` in place and raise ValueError, or AssertionError for two debug modes at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+
+logger = logging.getLogger(__name__)
+
+_FULLY_ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+_MAX_RANKS_PER_NODE = 8
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def resolve_debug_modes(args: Namespace) -> None:
+    """Which half of the system runs, and where dumps go."""
+    if args.dump_details:
+        args.save_debug_rollout_data = f"{args.dump_details}/rollout_data/{{rollout_id}}.pt"
+        args.save_debug_train_data = f"{args.dump_details}/train_data/{{rollout_id}}.pt"
+    if args.load_debug_rollout_data_subsample is not None and not args.load_debug_rollout_data:
+        raise ValueError("--load-debug-rollout-data-subsample: needs --load-debug-rollout-data")
+    if args.load_debug_rollout_data:
+        args.debug_train_only = True
+    assert not (
+        args.debug_rollout_only and args.debug_train_only
+    ), "--debug-rollout-only and --debug-train-only (implied by --load-debug-rollout-data) exclude each other"
+    for name in ("save_debug_rollout_data", "load_debug_rollout_data", "save_debug_train_data"):
+        template = getattr(args, name)
+        if template and "{rollout_id}" not in template:
+            raise ValueError(f"{_flag(name)} {template}: must contain {{rollout_id}}, one path per rollout")
+    if args.save_debug_train_data and args.save_debug_train_data == args.save_debug_rollout_data:
+        raise ValueError(
+            f"--save-debug-train-data {args.save_debug_train_data}: same path as --save-debug-rollout-data"
+        )
+
+
+def resolve_placement(args: Namespace) -> None:
+    """Number of engines and ranks, and who leaves the GPU while the other works."""
+    args.rollout_external = args.rollout_external_engine_addrs is not None
+    if vars(args).pop("offload", False):
+        args.offload_train = args.offload_rollout = True
+    if args.rollout_external:
+        _ask_external_engines(args)
+    _resolve_engine_count(args)
+    if args.debug_rollout_only:
+        _resolve_rollout_only(args)
+    if args.debug_rollout_only or args.debug_train_only:
+        args.colocate = args.offload_rollout = args.offload_train = False
+    if args.offload_rollout is None:
+        # Without a GPU both sides live in the same memory and there is nothing to release.
+        args.offload_rollout = args.colocate and args.use_gpu
+    args.offload_train = bool(args.offload_train)
+    _check_asynchronous(args)
+
+
+def _ask_external_engines(args: Namespace) -> None:
+    for name in ("colocate", "use_fault_tolerance", "sglang_config", "prefill_num_servers"):
+        if getattr(args, name, None):
+            raise ValueError(f"--rollout-external-engine-addrs: cannot be used with {_flag(name)}")
+    if args.debug_train_only:
+        return
+    # Engines are asked through their backend; see the note on upward imports in the package.
+    from slime.backends.sglang_utils.external import apply_external_engine_info_to_args
+
+    apply_external_engine_info_to_args(args)
+
+
+def _resolve_engine_count(args: Namespace) -> None:
+    if args.debug_train_only:
+        args.rollout_num_gpus = args.rollout_num_gpus or 0
+    elif args.rollout_num_gpus is None:
+        if not args.colocate:
+            raise ValueError(
+                "--rollout-num-gpus: needed (GPUs for engines, or engines on CPU) unless --colocate is set"
+            )
+        args.rollout_num_gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
+    if not args.rollout_external and args.rollout_num_gpus % args.rollout_num_gpus_per_engine:
+        raise ValueError(
+            f"--rollout-num-gpus {args.rollout_num_gpus}: must be a multiple of "
+            f"--rollout-num-gpus-per-engine {args.rollout_num_gpus_per_engine}"
+        )
+
+
+def _resolve_rollout_only(args: Namespace) -> None:
+    """The engines get all GPUs."""
+    if args.rollout_external:
+        return
+    if args.rollout_num_gpus == 0:
+        args.actor_num_nodes = args.actor_num_gpus_per_node = 0
+        return
+    args.actor_num_gpus_per_node = min(_MAX_RANKS_PER_NODE, args.rollout_num_gpus)
+    args.actor_num_nodes = args.rollout_num_gpus // args.actor_num_gpus_per_node
+
+
+def _check_asynchronous(args: Namespace) -> None:
+    if args.rollout_max_staleness is not None and args.rollout_function_path != _FULLY_ASYNC:
+        raise ValueError(
+            f"--rollout-max-staleness {args.rollout_max_staleness}: needs --rollout-function-path {_FULLY_ASYNC}"
+        )
+    evaluates = args.eval_prompt_data or args.eval_config
+    if args.rollout_function_path == _FULLY_ASYNC and evaluates and args.eval_function_path in (None, _FULLY_ASYNC):
+        raise ValueError(
+            f"--rollout-function-path {_FULLY_ASYNC}: it cannot evaluate; add --eval-function-path "
+            "slime.rollout.sglang_rollout.generate_rollout"
+        )
+    if args.load_forge_rollout_data and "forge_load" not in args.rollout_function_path:
+        raise ValueError(
+            "--load-forge-rollout-data: needs --rollout-function-path slime.rollout.forge_load.generate_rollout"
+        )
