@@ -444,7 +444,7 @@ async def test_draining_is_bounded(make_args, engine, monkeypatch, caplog):
     monkeypatch.setattr(engine_abort, "DRAIN_TIMEOUT_S", 0.1)
     engine.running = 3
     await engine_abort.abort_server_until_idle(engine.url)
-    assert "3 requests of" in caplog.text and engine.aborts >= 2
+    assert "3 requests of" in caplog.text and engine.aborts >= 1
 
 
 async def late_hook(args, sample, sampling_params):

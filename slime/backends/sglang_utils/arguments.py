@@ -116,7 +116,8 @@ def _add_like(group: Any, flag: str, action: argparse.Action, default: Any, text
         group.add_argument(flag, action="store_true", default=default, help=text)
         return
     kind = action.type if action.type in (int, float, str) else str
-    choices = action.choices if kind is action.type else None
+    # The router lists some of its choices in another order in every process.
+    choices = sorted(action.choices) if action.choices and kind is action.type else None
     group.add_argument(flag, type=kind, nargs=action.nargs, choices=choices, default=default, help=text)
 
 
