@@ -5,7 +5,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup_venv.sh"
 setup_venv
 cd "$ROOT"
-sources=(agentic slime tools tests benchmarks train.py setup.py)
+sources=(agentic slime slime_plugins tools tests benchmarks train.py train_async.py setup.py)
 if [ "${1:-}" = "--fix" ]; then
     "$PYTHON" -m ruff check --fix "${sources[@]}"
     "$PYTHON" -m isort -q "${sources[@]}"
@@ -15,5 +15,5 @@ fi
 "$PYTHON" -m isort --check-only -q "${sources[@]}"
 "$PYTHON" -m black --check -q "${sources[@]}"
 "$PYTHON" -m mypy
-"$PYTHON" -m pytest -q --no-header -p no:warnings --durations=5 -m "not slow and not engine" \
+"$PYTHON" -m pytest -q -n 2 --no-header -p no:warnings --durations=5 -m "not slow and not engine" \
     --ignore tests/fsdp --ignore tests/e2e

@@ -18,12 +18,6 @@ RECIPES = {
     "tiny": Recipe(60, 8, 8, 2, 2e-4, 200, 24, 512, 4096, sft_rows=1600, sft_rollouts=15),
     "smollm2": Recipe(2, 2, 4, 1, 1e-6, 4, 48, 4096, 1536, gradient_checkpointing=True),
 }
-HOOKS = {
-    "custom-generate-function-path": "agentic.agentflow.rollout.generate",
-    "custom-rm-path": "agentic.agentflow.reward.reward_func",
-    "custom-convert-samples-to-train-data-path": "agentic.agentflow.convert.custom_convert",
-    "custom-eval-rollout-log-function-path": "agentic.agentflow.rollout.eval_log",
-}
 
 FURTHER_MODELS: dict[str, int] = {}
 ABOUT = "The frozen roles are the same before and after: what changed is the planner."

@@ -1,6 +1,6 @@
 """What a method tells `tools/quickstart.py`: the numbers of its run, its hooks, settings, roles and evaluation sets.
 
-Every method has a module `quickstart` with `RECIPES` (model name: Recipe), `HOOKS` (flags of `train.py`), `ABOUT`, and the
+Every method has a module `quickstart` with `RECIPES` (model name: Recipe), `ABOUT`, and the
 functions of `Method`. Leaves out: running anything.
 """
 
@@ -96,7 +96,6 @@ class Method(Protocol):
     """The module `agentic.<method>.quickstart`."""
 
     RECIPES: dict[str, Recipe]
-    HOOKS: dict[str, str]
     FURTHER_MODELS: dict[str, int]
     """Models made from the warm start on rows of their own, `world/<name>.jsonl`: rounds of `sft_rows`."""
     ABOUT: str
@@ -115,9 +114,15 @@ class Method(Protocol):
         """Charts of the report: `title`, `labels` and `series` (name: rates), from what `details` gave."""
 
 
-def hook_flags(hooks: dict[str, str]) -> list[str]:
-    """Hooks as flags of `train.py`."""
-    return [word for name, path in hooks.items() for word in (f"--{name}", path)]
+def hook_flags(method: str) -> list[str]:
+    """A method's hooks as flags of `train.py`; all methods have them at the same places."""
+    places = {
+        "custom-generate-function-path": "rollout.generate",
+        "custom-rm-path": "reward.reward_func",
+        "custom-convert-samples-to-train-data-path": "convert.custom_convert",
+        "custom-eval-rollout-log-function-path": "rollout.eval_log",
+    }
+    return [word for flag, place in places.items() for word in (f"--{flag}", f"agentic.{method}.{place}")]
 
 
 def evaluation_document(sets: Sequence[dict[str, Any]], recipe: Recipe) -> dict[str, Any]:

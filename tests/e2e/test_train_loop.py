@@ -65,11 +65,13 @@ def test_one_and_two_ranks_agree_and_a_killed_run_goes_on(world: World) -> None:
     flags = sft_flags(world, "killed", "--save", str(checkpoint), "--load", str(checkpoint), "--save-interval", "1")
     tracker = checkpoint / "latest_checkpointed_iteration.txt"
     process = start_train([*flags, *one], log)
-    wait_until(tracker.exists, 400, "the first checkpoint")
+    driver, seen = psutil.Process(process.pid), set()
+    wait_until(lambda: seen.update(descendants(driver)) or tracker.exists(), 400, "the first checkpoint")
     process.kill()
     process.wait()
-    saved = int(tracker.read_text())
-    done = len(world.metrics("killed", "train/step"))
+    # Ranks live on for a moment when their driver is killed, and may finish a step.
+    wait_until(lambda: living(seen) == [], 90, "the end of Ray's agents")
+    saved, done = int(tracker.read_text()), len(world.metrics("killed", "train/step"))
     assert run_train([*flags, *two], log) == 0, log.read_text()
     resumed = world.metrics("killed", "train/step")[done:]
     assert [line["train/rollout_id"] for line in resumed] == list(range(saved, 4))
