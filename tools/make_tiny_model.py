@@ -14,6 +14,7 @@ import importlib
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, models, trainers
@@ -21,7 +22,8 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM, Qwen2Toke
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-METHODS = ("agentflow",)
+# What differs from `make_model`'s defaults. Positions turn slowly where a name must be found a hundred tokens back.
+SHAPES: dict[str, dict[str, Any]] = {"agentflow": {}, "memagent": {"layers": 3, "rope_theta": 1e6}}
 END, START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -29,6 +31,9 @@ CHAT_TEMPLATE = (
 )
 BPE_VOCABULARY = 640
 CONTEXT_LENGTH = 1024
+# Sizes in `start_with_lookup`: of the biases that look back, of the codes written, of the codes compared, of what is copied.
+LOOK_BACK, WRITE_CODE, MATCH, COPY = 7.0, 0.2, 2.0, 0.5
+SLOW = 0.006
 
 
 def train_tokenizer(texts: list[str], whole_pieces: list[str]) -> Qwen2Tokenizer:
@@ -56,18 +61,21 @@ def _byte_alphabet() -> list[str]:
     return ByteLevel.alphabet()
 
 
-def make_model(vocabulary: int, end_id: int, pad_id: int, seed: int) -> Qwen2ForCausalLM:
-    """About half a million parameters in fp32: hidden 128, 2 layers, 4 heads over 2 key-value heads, tied embeddings."""
+def make_model(
+    vocabulary: int, end_id: int, pad_id: int, seed: int, layers: int = 2, rope_theta: float = 1e4
+) -> Qwen2ForCausalLM:
+    """About half a million parameters in fp32: hidden 128, 4 heads over 2 key-value heads, tied embeddings."""
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=-(-vocabulary // 8) * 8,
         hidden_size=128,
         intermediate_size=384,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=CONTEXT_LENGTH,
         tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
         initializer_range=0.05,  # twice the usual: at this width copying forms several times sooner
         bos_token_id=None,
         eos_token_id=end_id,
@@ -77,6 +85,40 @@ def make_model(vocabulary: int, end_id: int, pad_id: int, seed: int) -> Qwen2For
     model = Qwen2ForCausalLM(config)
     model.generation_config.eos_token_id = end_id
     return model
+
+
+@torch.no_grad()
+def start_with_lookup(model: Qwen2ForCausalLM, seed: int) -> None:
+    """Arrange the random weights so that the model begins with a rough look-up: after "NAME x" it leans to what followed before.
+
+    Layer 0 gets two heads that look one and two tokens back and write a random code of what they see to places of their
+    own; layer 1 looks for tokens whose code of two back is its own code of one back, and copies them. Found by gradient
+    descent alone, this takes a model of this size millions of tokens; arranged, it only has to be refined.
+    """
+    attention, width = [layer.self_attn for layer in model.model.layers[:2]], model.config.hidden_size
+    size = width // model.config.num_attention_heads
+    random = torch.Generator().manual_seed(seed)
+    for layer in model.model.layers:  # what is written at random would drown the codes
+        layer.mlp.down_proj.weight *= 0.2
+        layer.self_attn.o_proj.weight *= 0.2
+    attention[0].q_proj.weight *= 0.2
+    attention[0].k_proj.weight *= 0.2
+    places = torch.linalg.qr(torch.randn(width, 2 * size, generator=random))[0].split(size, dim=1)
+    attention[0].v_proj.weight[:size] = torch.randn(size, width, generator=random) / width**0.5
+    one = torch.ones(size // 2)
+    slow = (model.model.rotary_emb.inv_freq < SLOW).repeat(2)  # the others turn too far over the length of a prompt
+    attention[0].k_proj.bias[:size] = LOOK_BACK * torch.cat([one, 0 * one])
+    for head, place in enumerate(places):
+        angle = (head + 1) * model.model.rotary_emb.inv_freq
+        rows = slice(head * size, (head + 1) * size)
+        attention[0].q_proj.bias[rows] = LOOK_BACK * torch.cat([angle.cos(), -angle.sin()])
+        attention[0].o_proj.weight[:, rows] = WRITE_CODE * place
+        attention[1].q_proj.weight[rows][slow] = MATCH * places[0].T[slow]
+    attention[1].k_proj.weight[:size][slow] = MATCH * places[1].T[slow]
+    copied = torch.randn(2, size, width, generator=random) / width**0.5
+    attention[1].v_proj.weight.copy_(copied.flatten(0, 1))
+    heads = copied.repeat_interleave(2, dim=0).flatten(0, 1)
+    attention[1].o_proj.weight.copy_(COPY * heads.T)
 
 
 def check_saved_tokenizer(folder: Path, trained: Qwen2Tokenizer, texts: list[str]) -> None:
@@ -94,7 +136,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--world-dir", type=Path, required=True, help="folder for sft.jsonl, train.jsonl and heldout.jsonl"
     )
-    parser.add_argument("--method", choices=METHODS, default="agentflow", help="whose world and vocabulary")
+    parser.add_argument("--method", choices=SHAPES, default="agentflow", help="whose world and vocabulary")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--n-sft", type=int, help="problems that become warm-start traces (default: the world's)")
     parser.add_argument("--n-train", type=int, help="problems for reinforcement learning (default: the world's)")
@@ -109,7 +151,10 @@ def main() -> None:
     paths = tiny_world.write_world(args.world_dir, args.seed, **sizes)
     texts = [message["content"] for line in paths["sft"].open() for message in json.loads(line)["prompt"]]
     tokenizer = train_tokenizer(texts + ["system", "user", "assistant"], tiny_world.added_tokens())
-    model = make_model(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, args.seed)
+    shape = SHAPES[args.method]
+    model = make_model(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, args.seed, **shape)
+    if args.method == "memagent":
+        start_with_lookup(model, args.seed)
     model.save_pretrained(args.output)
     tokenizer.save_pretrained(args.output)
     check_saved_tokenizer(args.output, tokenizer, texts[:500])

@@ -48,7 +48,7 @@ from slime.utils.arguments.parser import SlimeArgumentParser
 from slime.utils.data import check_prompt_file
 from slime.utils.misc import get_free_port
 
-METHODS = ("agentflow",)
+METHODS = ("agentflow", "memagent")
 SFT_BATCH = 16
 # A server binds its port some seconds after we looked. So: below the range from which the system takes ports for outgoing
 # connections, and a random start, which keeps two runs on one machine apart.
@@ -249,7 +249,7 @@ def teach(run: Run, base: Path, target: Path, name: str, rollouts: int) -> None:
         "lr-decay-style": "WSD",
         "lr-warmup-iters": min(50, steps // 4),
         "lr-decay-iters": steps,
-        "lr-wsd-decay-iters": steps * 2 // 5,
+        "lr-wsd-decay-iters": max(steps * 2 // 5, 1),
         "actor-num-gpus-per-node": 1,
         "save": folder / name,
         "load": folder / name,
@@ -306,7 +306,7 @@ def shared_flags(run: Run, documents: Mapping[str, Path], evaluation: str) -> li
         / ("samples" if evaluation == "eval" else "final")
         / "{rollout_id}.pt",
     }
-    return flags(values) + hook_flags(method_of(run.method).HOOKS)
+    return flags(values) + hook_flags(run.method)
 
 
 def train_command(run: Run, documents: Mapping[str, Path], plan: MethodPlan) -> list[str]:
