@@ -43,7 +43,6 @@ class CachedJudge:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._open() as database:
-                database.execute("PRAGMA journal_mode=WAL")
                 database.execute(_TABLE)
         except (sqlite3.Error, OSError) as error:
             raise ConfigError(f"judge cache {path}: {error}; give a new file in a writable folder") from error
@@ -63,10 +62,13 @@ class CachedJudge:
 
     @contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
-        """One connection per use: safe across threads and forks, and cheap beside a call of a model."""
+        """One connection per use: safe across threads and forks, and cheap beside a call of a model.
+
+        With the default journal: switching to a write-ahead log, and its clean-up whenever the last connection closes,
+        fail at once instead of waiting when another process opens the file.
+        """
         database = sqlite3.connect(self._path, timeout=BUSY_S)
         try:
-            database.execute("PRAGMA synchronous=NORMAL")  # with WAL a power cut costs the last verdicts, not the file
             with database:
                 yield database
         finally:
