@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from slime.backends.fsdp_utils.attention import ROW_WISE
 from slime.backends.fsdp_utils.distributed import DistContext
 from slime.backends.fsdp_utils.packing import PackedBatch
 from slime.utils.logprobs import selected_log_probs_and_entropy
@@ -95,7 +96,7 @@ def train_dtype(args: Namespace) -> torch.dtype:
 
 def load_hf(args: Namespace, folder: Path) -> PreTrainedModel:
     """Read weights as float32. Raises `ValueError` for an architecture whose logits this back end would get wrong."""
-    attention = args.attn_implementation or ("flash_attention_2" if args.use_gpu else "sdpa")
+    attention = args.attn_implementation or ("flash_attention_2" if args.use_gpu else ROW_WISE)
     hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
     for name in _LOGIT_TRANSFORMS:
         if getattr(hf.config, name, None) not in (None, 1, 1.0):

@@ -26,7 +26,7 @@ def add_fsdp_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--attn-implementation",
         default=None,
-        help="attention of transformers (default: flash_attention_2 on GPU, sdpa on CPU)",
+        help="attention of transformers (default: flash_attention_2 on GPU, on CPU sdpa_row_wise: torch's, for each packed row by itself)",
     )
     add("--gradient-checkpointing", action="store_true", help="recompute activations in the backward pass")
     add("--train-dtype", choices=["bf16", "fp32"], default=None, help="compute type (default: bf16 on GPU, else fp32)")
