@@ -2,8 +2,8 @@
 
     python tools/make_flag_docs.py [--check]
 
-Writes `docs/en/reference/flags.md` (the argument parser of `train.py`), `agentflow_settings.md` and `toolorchestra_settings.md`
-beside it (settings, role file and prompt templates, from the docstrings under the dataclass fields). With --check nothing is written; exit code 1
+Writes `docs/en/reference/flags.md` (the argument parser of `train.py`) and, beside it, `<method>_settings.md` (settings, role
+file and prompt templates, from the docstrings under the dataclass fields). With --check nothing is written; exit code 1
 and one line per page when a page differs from what would be written. A flag without help or a field without docstring is an
 error: what is not described cannot be used.
 """
@@ -26,6 +26,9 @@ from agentic.agentflow.config import PREFIX, AgentFlowConfig
 from agentic.agentflow.crew import ROLES
 from agentic.agentflow.prompts import FIELDS
 from agentic.common.roles import DEFAULT_KEYS, FROZEN_DEFAULTS, ROLE_KEYS, SERVER_KEYS, Role, ServerEntry
+from agentic.memagent.config import PREFIX as MEMAGENT_PREFIX
+from agentic.memagent.config import MemAgentConfig
+from agentic.memagent.prompts import SLOTS
 from agentic.toolorchestra.config import PREFIX as ORCHESTRA_PREFIX
 from agentic.toolorchestra.config import OrchestraConfig
 from agentic.toolorchestra.experts import NOT_EXPERTS, Alias
@@ -75,6 +78,7 @@ def pages() -> dict[Path, str]:
     return {
         REFERENCE / "flags.md": flags_page(),
         REFERENCE / "agentflow_settings.md": agentflow_page(),
+        REFERENCE / "memagent_settings.md": memagent_page(),
         REFERENCE / "toolorchestra_settings.md": toolorchestra_page(),
     }
 
@@ -156,6 +160,20 @@ def agentflow_page() -> str:
         *settings_section("AgentFlow", PREFIX, AgentFlowConfig),
         *role_file_section(PREFIX, AGENTFLOW_EXAMPLE, ROLE_WORK),
         *prompts_section("A prompt set is a folder with one file per role.", FIELDS),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def memagent_page() -> str:
+    lines = [
+        *settings_section("MemAgent", MEMAGENT_PREFIX, MemAgentConfig),
+        "",
+        "## Prompt templates",
+        "",
+        "A prompt set is a folder with one file per turn; `{field}` is replaced by token ids. `no_memory.txt` is the memory before",
+        "the first turn; `answer_prefill.txt`, where it is there, begins the answer.",
+        "",
+        *table(("file", "fields"), [(f"`{name}.txt`", ", ".join(f"`{f}`" for f in SLOTS[name])) for name in SLOTS]),
     ]
     return "\n".join(lines) + "\n"
 
