@@ -21,7 +21,7 @@ CURVES = (
     ("logprob_diff", "|trainer - engine| log-prob"),
     ("tokens", "Trained tokens"),
 )
-WIDTH, HEIGHT, LEFT, BOTTOM = 320, 150, 46, 22
+WIDTH, HEIGHT, LEFT, BOTTOM = 320, 150, 54, 22
 COLOURS = ("#2f6fde", "#1f9d61", "#c2571a")
 
 
@@ -68,7 +68,12 @@ def curve_points(values: Sequence[float | None]) -> tuple[list[tuple[float, floa
 def _curve(name: str, title: str, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     points, low, high = curve_points([row.get(name) for row in rows])
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    return {"title": title, "path": path, "low": f"{low:.3g}", "high": f"{high:.3g}", "last": len(rows) - 1}
+    return {"title": title, "path": path, "low": _short(low), "high": _short(high), "last": len(rows) - 1}
+
+
+def _short(value: float) -> str:
+    """At most nine characters, which fit beside an axis."""
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.3g}"
 
 
 @dataclass(frozen=True)
