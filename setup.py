@@ -16,7 +16,7 @@ setup(
     description="AgentFlow, MemAgent and ToolOrchestra on one agentic reinforcement-learning stack",
     packages=find_packages(include=["slime*", "slime_plugins*", "agentic*"]),
     include_package_data=True,
-    package_data={"agentic": ["**/*.txt", "**/*.yaml", "**/*.md", "**/*.sh"], "slime": ["**/*.j2"]},
+    package_data={"agentic": ["**/*.txt", "**/*.yaml", "**/*.md", "**/*.sh", "**/*.j2"], "slime": ["**/*.j2"]},
     python_requires=">=3.10",
     install_requires=requirements(),
     license="Apache-2.0",

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Evaluates AgentFlow: baseline, untrained and (with --trained-model) trained planner, on servers that run already.
+# Evaluates AgentFlow: baseline, untrained and (with --trained-model) trained planner, on servers that run already; --serve
+# starts and ends them with it.
 #
-#   bash agentic/agentflow/eval.sh [--SETTING VALUE ...] [--dry-run]
+#   bash agentic/agentflow/eval.sh [--serve] [--SETTING VALUE ...] [--dry-run]
 #
 # Settings, their defaults and the commands made of them: launch.yaml. --help lists them.
 set -euo pipefail

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import shlex
@@ -116,18 +117,33 @@ class Launcher:
         own, extra = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, ())
         args = self._parse(own)
         settings = read_settings(args, environ, self.prefix, self.template["settings"])
-        plan, absent = self.make_plan(args.command, settings, extra), self.missing_inputs(args.command, settings)
         if args.dry_run:
-            for name in absent:
-                sys.stderr.write(f"note: {_flag(name)} {settings[name]} is not there yet\n")
-            self.check_command(args.command, settings, extra)
-            assignments = [f"{key}={shlex.quote(value)}" for key, value in plan.env.items()]
-            sys.stdout.write(" ".join([*assignments, shlex.join(["python", *plan.argv])]) + "\n")
+            for command, more in [("serve-eval", ())] * args.serve + [(args.command, extra)]:
+                self._rehearse(command, settings, more)
             return 0
+        plan, absent = self.make_plan(args.command, settings, extra), self.missing_inputs(args.command, settings)
         for name, kind in absent.items():
             raise FileNotFoundError(f"{_flag(name)} {settings[name]}: no such {kind}")
         write_files(plan)
-        return self.execute(args.command, settings, plan)
+        if not args.serve:
+            return self.execute(args.command, settings, plan)
+        # No deadline of ours: the servers' program has one, and its end is seen.
+        with services(self.eval_services(settings), math.inf):
+            return self.execute(args.command, settings, plan)
+
+    def _rehearse(self, command: str, settings: Settings, extra: Sequence[str]) -> None:
+        """Check the command and print it. Raises ConfigError."""
+        plan = self.make_plan(command, settings, extra)
+        for name in self.missing_inputs(command, settings):
+            sys.stderr.write(f"note: {_flag(name)} {settings[name]} is not there yet\n")
+        self.check_command(command, settings, extra)
+        assignments = [f"{key}={shlex.quote(value)}" for key, value in plan.env.items()]
+        sys.stdout.write(" ".join([*assignments, shlex.join(["python", *plan.argv])]) + "\n")
+
+    def eval_services(self, settings: Settings) -> list[Service]:
+        """What an evaluation needs while it runs."""
+        plan, log = self.make_plan("serve-eval", settings), Path(settings["eval_output"]) / "role_servers.log"
+        return [Service("model servers", plan, log, says("ALL READY"))]
 
     def execute(self, command: str, settings: Settings, plan: Plan) -> int:
         """Run the program, whose files are written, to its end; its exit code. Methods add what must run around it."""
@@ -140,6 +156,9 @@ class Launcher:
         parser = Parser(prog=f"python -m {self.module}", description=about)
         parser.add_argument("command", choices=list(self.template["commands"]))
         parser.add_argument("--dry-run", action="store_true", help="print the command and check it, start nothing")
+        parser.add_argument(
+            "--serve", action="store_true", help="with `eval`: start its servers, and end them after it"
+        )
         for name, default in settings.items():
             many: dict[str, Any] = {"nargs": "+"} if isinstance(default, list) else {}
             parser.add_argument(_flag(name), help=f"default: {default!r}".replace("%", "%%"), **many)
@@ -147,6 +166,8 @@ class Launcher:
         for name, default in settings.items():
             if isinstance(default, list) and getattr(args, name) is not None:
                 setattr(args, name, " ".join(getattr(args, name)))
+        if args.serve and args.command != "eval":
+            raise ConfigError(f"--serve: `{args.command}` has no servers of an evaluation; leave it out")
         return args
 
     def main(self, argv: Sequence[str]) -> int:

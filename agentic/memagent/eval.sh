@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Evaluates MemAgent against length, on servers that run already; `eval.sh serve` starts those and keeps them.
+# Evaluates MemAgent against length, on servers that run already; `eval.sh serve` starts those and keeps them, `--serve`
+# starts them for this evaluation.
 #
-#   bash agentic/memagent/eval.sh [serve] [--SETTING VALUE ...] [--dry-run]
+#   bash agentic/memagent/eval.sh [serve] [--serve] [--SETTING VALUE ...] [--dry-run]
 #
 # Settings, their defaults and the commands made of them: launch.yaml. --help lists them.
 set -euo pipefail

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Evaluates ToolOrchestra: untrained and (with --trained-model) trained policy, on servers that run already.
+# Evaluates ToolOrchestra: untrained and (with --trained-model) trained policy, on servers that run already; --serve
+# starts and ends them with it.
 #
-#   bash agentic/toolorchestra/eval.sh [--SETTING VALUE ...] [--dry-run]
+#   bash agentic/toolorchestra/eval.sh [--serve] [--SETTING VALUE ...] [--dry-run]
 #
 # Settings, their defaults and the commands made of them: launch.yaml. --help lists them.
 set -euo pipefail

@@ -76,6 +76,10 @@ class OrchestraLauncher(Launcher):
         with services(needed, settings["start_services_timeout_s"]) as processes:
             return wait_for_first(processes) if serving else super().execute(command, settings, plan)
 
+    def eval_services(self, settings: Settings) -> list[Service]:
+        """With retrieval, when there is something to search."""
+        return self.needed("serve-eval", settings)
+
     def needed(self, command: str, settings: Settings) -> list[Service]:
         """The model servers of `serve` or `serve-eval`, and retrieval when there is something to search."""
         folder = Path(settings["output" if command == "serve" else "eval_output"])
