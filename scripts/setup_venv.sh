@@ -2,6 +2,9 @@
 # Sets PYTHON to the interpreter of the environment. SLIME_PYTHON chooses the interpreter that creates it.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+# pins: begin
+torchvision_version=0.28.0
+# pins: end
 VENV="${SLIME_VENV:-$ROOT/.venv}"
 PYTHON="$VENV/bin/python"
 
@@ -21,7 +24,7 @@ setup_venv() {
     "$PYTHON" -m pip install --quiet -r "$ROOT/requirements/cpu.txt"
     "$PYTHON" -m pip install --quiet --no-deps -r "$ROOT/requirements/cpu-nodeps.txt"
     # The servers need torchvision's name only; beside CPU torch it breaks other imports, so it gets a folder of its own.
-    "$PYTHON" -m pip install --quiet --no-deps --upgrade --target "$VENV/sglang-only" torchvision==0.28.0
+    "$PYTHON" -m pip install --quiet --no-deps --upgrade --target "$VENV/sglang-only" "torchvision==$torchvision_version"
     echo "$wanted" >"$stamp"
 }
 

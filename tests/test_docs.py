@@ -21,7 +21,9 @@ FIRST_COMMANDS = ["bash scripts/quickstart.sh", "bash scripts/test.sh"]
 PROGRAMS = {
     "quickstart": "tools/quickstart.py",
     "make_flag_docs": "tools/make_flag_docs.py",
+    "make_requirements": "tools/make_requirements.py",
     "serve_roles": "tools/serve_roles.py",
+    "checkpoints.py": "tools/checkpoints.py",
     "train.py": "train.py",
     "train_async.py": "train_async.py",
     "slime_plugins.rollout_buffer.buffer": "slime_plugins.rollout_buffer.buffer",
@@ -39,6 +41,8 @@ PROGRAMS = {
 }
 # A program with commands of its own; its page names their flags without the program.
 COMMANDS = tuple(f"agentic.toolorchestra.data {command}" for command in ("tau2", "toolscale", "qa", "inspect"))
+CHECKPOINTS = tuple(f"tools/checkpoints.py {command}" for command in ("download", "verify", "evaluate", "upload"))
+LAUNCHERS = tuple(f"agentic.{name}.launch" for name in ("agentflow", "memagent", "toolorchestra"))
 # Switches of our shell scripts, which have no parser.
 SCRIPT_FLAGS = {"scripts/test.sh": "--slow", "scripts/check.sh": "--fix"}
 
@@ -47,6 +51,8 @@ _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _HEADING = re.compile(r"^#+ +(.+)$", re.MULTILINE)
 _PROJECT_PATH = re.compile(r"`((?:agentic|slime|tools|scripts|tests|docs|requirements)/[\w./-]+)`")
 _DOTTED = re.compile(r"\b((?:agentic|slime)\.[\w.]+\w)")
+# Programs that are not ours, whose flags are their own.
+FOREIGN = re.compile(r"(?:\w+=\S+ )*(?:docker|pip) ")
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 
 
@@ -127,6 +133,8 @@ def flags_of_program(page: Path) -> Iterator[tuple[str, str]]:
             snippets.append(body)
     for snippet in snippets:
         words = snippet.split()
+        if FOREIGN.match(snippet):
+            continue
         program = next((name for name in PROGRAMS if any(name in word for word in words[:3])), "")
         yield from ((program, flag) for flag in _FLAG.findall(snippet))
 
@@ -135,8 +143,8 @@ def flags_of_program(page: Path) -> Iterator[tuple[str, str]]:
 def accepted(program: str) -> frozenset[str]:
     """The flags in the program's own help text."""
     environment = {**os.environ, "COLUMNS": "200"}
-    start = [str(ROOT / program)] if program.endswith(".py") else ["-m", *program.split()]
-    command = [sys.executable, *start, "--help"]
+    first, *rest = program.split()
+    command = [sys.executable, *([str(ROOT / first)] if first.endswith(".py") else ["-m", first]), *rest, "--help"]
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
     return frozenset(_FLAG.findall(ran.stdout))
@@ -167,14 +175,14 @@ def test_flags_in_the_text_are_accepted(page: Path) -> None:
     for program, flag in flags_of_program(page):
         if program in ("train.py", "train_async.py"):
             known = train_flags()
+        elif program == "checkpoints.py":  # whose `evaluate` takes settings of the launchers as well
+            known = frozenset().union(*map(accepted, (*CHECKPOINTS, *LAUNCHERS)))
         elif program:
             known = accepted(PROGRAMS[program])
         else:
-            methods = [
-                f"agentic.{name}.{part}" for name in ("agentflow", "toolorchestra") for part in ("launch", "eval")
-            ]
+            methods = [*LAUNCHERS, *(f"agentic.{name}.eval" for name in ("agentflow", "toolorchestra"))]
             services = [f"agentic.toolorchestra.retrieval.{name}" for name in ("build", "serve")]
-            programs = (PROGRAMS["quickstart"], *methods, *COMMANDS, *services)
+            programs = (PROGRAMS["quickstart"], *methods, *COMMANDS, *services, *CHECKPOINTS)
             known = train_flags().union(SCRIPT_FLAGS.values(), *map(accepted, programs))
         if flag not in known:
             unknown.append(f"{program} {flag}")
