@@ -170,7 +170,9 @@ def test_the_image_does_not_run_as_root_and_opens_no_port(name: str) -> None:
     )
     assert "EXPOSE" not in kinds and "VOLUME" not in kinds
     assert values(name, "ENTRYPOINT") == ['["tini", "--"]']
-    assert not [rest for kind, rest in instructions(name) if "0.0.0.0" in rest or re.search("HF_TOKEN|SECRET|PASSWORD", rest)]
+    assert not [
+        rest for kind, rest in instructions(name) if "0.0.0.0" in rest or re.search("HF_TOKEN|SECRET|PASSWORD", rest)
+    ]
 
 
 def test_every_part_of_the_cluster_image_is_pinned_exactly() -> None:
