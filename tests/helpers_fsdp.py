@@ -97,7 +97,7 @@ def split(args: Namespace, data: dict[str, list[Any]], rank: int, dp_size: int) 
 
 
 def _enter(rank: int, function: Callable[..., Any], world_size: int, port: int, arguments: tuple[Any, ...]) -> None:
-    from slime.backends.fsdp_utils.distributed import exit_worker
+    from slime.backends.common.distributed import exit_worker
 
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1"
@@ -128,7 +128,7 @@ def engine_main(commands: Any, answers: Any, backend: str = "gloo") -> None:
 
     import torch.distributed as dist
 
-    from slime.backends.fsdp_utils.distributed import exit_worker, new_external_group
+    from slime.backends.common.distributed import exit_worker, new_external_group
 
     groups: dict[str, Any] = {}
     weights: dict[str, torch.Tensor] = {}

@@ -40,7 +40,7 @@ def _ask(url: str) -> tuple[list[int], list[float], str]:
 
 
 def _own(trainer: Any, tokens: list[int]) -> list[float]:
-    from slime.backends.fsdp_utils.packing import pack_rows
+    from slime.backends.common.packing import pack_rows
 
     ids, mask = torch.tensor(PROMPT + tokens), torch.ones(len(tokens))
     with torch.no_grad():
@@ -50,7 +50,7 @@ def _own(trainer: Any, tokens: list[int]) -> list[float]:
 
 def _greedy(trainer: Any, count: int) -> list[int]:
     """Greedy continuation of the trainer's model, token by token."""
-    from slime.backends.fsdp_utils.packing import pack_rows
+    from slime.backends.common.packing import pack_rows
 
     tokens: list[int] = []
     for _ in range(count):

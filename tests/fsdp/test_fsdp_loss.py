@@ -9,9 +9,9 @@ import helpers_fsdp as helpers
 import pytest
 import torch
 
-from slime.backends.fsdp_utils import loss
-from slime.backends.fsdp_utils.advantages import compute_advantages_and_returns, needs_old_log_probs
-from slime.backends.fsdp_utils.batches import take_rows
+from slime.backends.common import loss
+from slime.backends.common.advantages import compute_advantages_and_returns, needs_old_log_probs
+from slime.backends.common.batches import take_rows
 
 
 def _batch(masks: list[list[int]], denoms: list[float], rewards: list[float], **more: Any) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def test_turn_weights_of_flow_grpo() -> None:
     batch = _batch(masks, [2 * 2, 2 * 4, 1 * 5], [1.0, 1.0, 1.0])
     log_probs = [torch.zeros(len(mask), requires_grad=True) for mask in masks]
     value, _ = _policy(args, batch, log_probs)
-    loss.scale_loss(args, value, global_batch_size=2, tokens=11, dp_size=1).backward()
+    (value * loss.loss_factor(args, global_batch_size=2, tokens=11)).backward()
     weights = [-row.grad for row in log_probs if row.grad is not None]
     for seen, wanted in zip(weights, (0.125, 0.0625, 0.1), strict=True):
         torch.testing.assert_close(seen, torch.full_like(seen, wanted))
@@ -101,7 +101,7 @@ def test_per_token_loss_divides_by_tokens_once() -> None:
     args = helpers.make_args("x", calculate_per_token_loss=True)
     batch = _batch([[1, 0, 1], [1]], [2.0, 1.0], [0.0, 0.0])
     value, _ = loss.sft_loss([torch.tensor([-1.0, -7.0, -3.0]), torch.tensor([-0.5])], loss.make_reducer(args, batch))
-    assert float(loss.scale_loss(args, value, 2, 3, 1)) == pytest.approx(4.5 / 3)
+    assert float(value) * loss.loss_factor(args, 2, 3) == pytest.approx(4.5 / 3)
 
 
 @pytest.mark.parametrize(

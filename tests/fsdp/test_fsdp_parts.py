@@ -12,12 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.backends.fsdp_utils import checkpoint
-from slime.backends.fsdp_utils.batches import plan_steps, prepare_rollout_data, take_rows
+from slime.backends.common import checkpoint_files as checkpoint
+from slime.backends.common.batches import plan_steps, prepare_rollout_data, take_rows
+from slime.backends.common.hf_files import require_hf_dir
+from slime.backends.common.packing import pack_rows
+from slime.backends.common.schedule import learning_rate
 from slime.backends.fsdp_utils.capabilities import check_supported
-from slime.backends.fsdp_utils.model import require_hf_dir
-from slime.backends.fsdp_utils.optimizer import learning_rate
-from slime.backends.fsdp_utils.packing import pack_rows
 
 ROW = st.tuples(st.integers(1, 5), st.lists(st.integers(0, 1), min_size=1, max_size=6))
 

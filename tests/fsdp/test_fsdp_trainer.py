@@ -30,7 +30,7 @@ def _train(trainer: Any, rollout_id: int) -> dict[str, float]:
 
 def _packing_gap(trainer: Any) -> dict[str, Any]:
     """Log-probs of all rows packed together, each row alone, and straight from HF logits."""
-    from slime.backends.fsdp_utils.batches import prepare_rollout_data
+    from slime.backends.common.batches import prepare_rollout_data
 
     share = helpers.split(trainer.args, ROLLOUTS[0], 0, 1)
     data = prepare_rollout_data(share, trainer.context.device)
@@ -67,7 +67,7 @@ def _first_steps(folder: Path, model_dir: Path, extra: dict[str, Any]) -> None:
 
 def trainer_first_step(trainer: Any) -> dict[str, float]:
     """The first optimiser step's numbers, without taking the step."""
-    from slime.backends.fsdp_utils.batches import plan_steps, prepare_rollout_data
+    from slime.backends.common.batches import plan_steps, prepare_rollout_data
 
     data = prepare_rollout_data(helpers.split(trainer.args, ROLLOUTS[0], 0, 1), trainer.context.device)
     trainer._prepare_targets(0, data, 2, {})
@@ -183,7 +183,7 @@ def test_optimizer_flags_win_over_stored_ones(runs: dict[str, Any]) -> None:
 
 
 def test_save_killed_midway_leaves_the_previous_checkpoint(runs: dict[str, Any]) -> None:
-    from slime.backends.fsdp_utils import checkpoint
+    from slime.backends.common import checkpoint_files as checkpoint
 
     root = runs["root"] / "two" / "ckpt"
     assert (root / "iter_0000002.tmp").is_dir() and not (root / "iter_0000002").exists()

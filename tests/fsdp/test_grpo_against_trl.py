@@ -105,7 +105,7 @@ def _theirs(folder: Path, batch: dict[str, Any], config: dict[str, Any]) -> dict
 
 def _ours(folder: Path, batch: dict[str, Any], flags: dict[str, Any]) -> dict[str, torch.Tensor]:
     """The same through `FSDPTrainer`: two micro-batches of two rows, reference log-probs by its own reference model."""
-    from slime.backends.fsdp_utils.batches import count_trained_tokens, plan_steps, prepare_rollout_data
+    from slime.backends.common.batches import count_trained_tokens, plan_steps, prepare_rollout_data
     from slime.backends.fsdp_utils.model import reshard
     from slime.backends.fsdp_utils.trainer import FSDPTrainer
 

@@ -28,7 +28,7 @@ from helpers_sglang import (
 )
 from transformers import Qwen2ForCausalLM
 
-from slime.backends.fsdp_utils.distributed import new_external_group
+from slime.backends.common.distributed import new_external_group
 from slime.backends.sglang_utils import router, server_control
 from slime.backends.sglang_utils.arguments import add_sglang_arguments, validate_sglang_args
 from slime.backends.sglang_utils.errors import EngineError, ServerStartError

@@ -18,11 +18,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from slime.backends.fsdp_utils import loss
-from slime.backends.fsdp_utils.batches import Batch, iter_micro_batches, take_rows
+from slime.backends.common import loss
+from slime.backends.common.batches import Batch, iter_micro_batches, take_rows
+from slime.backends.common.packing import PackedBatch
+from slime.backends.common.trainer import timed
 from slime.backends.fsdp_utils.model import PolicyModel, load_trainable_hf, reshard, shard
-from slime.backends.fsdp_utils.packing import PackedBatch
-from slime.backends.fsdp_utils.trainer import FSDPTrainer, timed
+from slime.backends.fsdp_utils.trainer import FSDPTrainer
 
 
 class ValueModel(PolicyModel):

@@ -1,114 +1,24 @@
-"""Process groups of a training rank: start-up, reductions of metrics, an extra group towards the engines, clean exit.
-
-Inputs are the usual variables RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT. The module never chooses an address of its own.
-Left out: anything about parameters (see `model`) and about which numbers are reduced (see `trainer`).
-"""
+"""The one-dimensional mesh of a FSDP rank. Joining the group, reductions and exit: `common.distributed`."""
 
 from __future__ import annotations
 
-import logging
-import os
-import random
-import sys
 from argparse import Namespace
-from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 
-import numpy as np
-import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from slime.backends.common import distributed as common
 
 
 @dataclass(frozen=True)
-class DistContext:
+class FSDPContext(common.DistContext):
     """One rank's place in the training group. `mesh` has one dimension, `dp`, over all ranks."""
 
-    rank: int
-    world_size: int
-    device: torch.device
     mesh: DeviceMesh
-    timeout: timedelta
-
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
 
 
-def pick_device() -> torch.device:
-    """The GPU that this process may use (Ray hides the others), else the CPU."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    index = int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
-
-
-def communication_backend(args: Namespace, device: torch.device) -> str:
-    """Name of the torch.distributed back end: the flag, else gloo on CPU and NCCL on GPU."""
-    return args.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
-
-
-def init_distributed(args: Namespace) -> DistContext:
-    """Join the training group (unless the caller already did) and build the one-dimensional mesh."""
-    device = pick_device()
-    timeout = timedelta(minutes=args.distributed_timeout_minutes)
-    if not dist.is_initialized():
-        dist.init_process_group(communication_backend(args, device), timeout=timeout)
-    world_size = dist.get_world_size()
-    mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("dp",))
-    return DistContext(dist.get_rank(), world_size, device, mesh, timeout)
-
-
-def set_seed(seed: int) -> None:
-    """Same seed on every rank: nothing in a training step is drawn per rank (dropout is off)."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
-def all_reduce_sums(values: Mapping[str, torch.Tensor | float], device: torch.device) -> dict[str, float]:
-    """Sum every named scalar over the ranks in one collective. All ranks must pass the same names."""
-    names = sorted(values)
-    total_K = torch.tensor([float(values[name]) for name in names], dtype=torch.float64, device=device)
-    dist.all_reduce(total_K)
-    return dict(zip(names, total_K.tolist(), strict=True))
-
-
-def new_external_group(
-    backend: str, address: str, port: int, rank: int, world_size: int, name: str, timeout: timedelta
-) -> dist.ProcessGroup:
-    """Open a group with processes outside the training group (the inference engines).
-
-    `dist.new_group` can only take ranks of the default group, so the group is built on a store of its own. Blocks until all
-    `world_size` members have joined; rank 0 hosts the store. Raises torch's `DistStoreError` after `timeout`.
-    """
-    from torch.distributed.distributed_c10d import (
-        Backend,
-        GroupName,
-        PrefixStore,
-        _new_process_group_helper,
-        _world,
-        rendezvous,
-    )
-
-    store, rank, world_size = next(rendezvous(f"tcp://{address}:{port}", rank, world_size, timeout=timeout))
-    store.set_timeout(timeout)
-    group, _ = _new_process_group_helper(
-        world_size, rank, [], Backend(backend), PrefixStore(name, store), group_name=GroupName(name), timeout=timeout
-    )
-    _world.pg_group_ranks[group] = {i: i for i in range(world_size)}
-    return group
-
-
-def exit_worker(code: int = 0) -> None:
-    """Flush and leave a worker process at once.
-
-    The interpreter's finalisation after FSDP2 on gloo aborts now and then, after correct results: a gloo thread asks for the
-    GIL while it is being torn down. Worker processes therefore leave through `os._exit`.
-    """
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+def init_distributed(args: Namespace) -> FSDPContext:
+    """Join the training group (unless the caller already did) and build the mesh."""
+    place = common.init_distributed(args)
+    mesh = init_device_mesh(place.device.type, (place.world_size,), mesh_dim_names=("dp",))
+    return FSDPContext(place.rank, place.world_size, place.device, place.timeout, mesh)

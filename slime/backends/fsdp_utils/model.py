@@ -25,14 +25,15 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from slime.backends.common.packing import PackedBatch
+from slime.backends.common.precision import train_dtype
+from slime.backends.common.trainer import DEFAULT_CHUNK
 from slime.backends.fsdp_utils.attention import ROW_WISE
-from slime.backends.fsdp_utils.distributed import DistContext
-from slime.backends.fsdp_utils.packing import PackedBatch
+from slime.backends.fsdp_utils.distributed import FSDPContext
 from slime.utils.logprobs import selected_log_probs_and_entropy
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_CHUNK = 1024
 # attributes of a HF config that change logits after the output layer
 _LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
@@ -80,20 +81,6 @@ class PolicyModel(nn.Module):
         )
 
 
-def require_hf_dir(path: str, flag: str) -> Path:
-    """The directory as a path. Raises `FileNotFoundError` naming flag, value and remedy when it has no `config.json`."""
-    folder = Path(path)
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{flag} {path}: no config.json there; give a Hugging Face model directory")
-    return folder
-
-
-def train_dtype(args: Namespace) -> torch.dtype:
-    """dtype of the forward and backward pass: the flag, else bf16 on a GPU and fp32 on the CPU."""
-    name = args.train_dtype or ("bf16" if args.use_gpu else "fp32")
-    return {"bf16": torch.bfloat16, "fp32": torch.float32}[name]
-
-
 def load_hf(args: Namespace, folder: Path) -> PreTrainedModel:
     """Read weights as float32. Raises `ValueError` for an architecture whose logits this back end would get wrong."""
     attention = args.attn_implementation or ("flash_attention_2" if args.use_gpu else ROW_WISE)
@@ -130,7 +117,7 @@ def _decoder_layers(hf: PreTrainedModel) -> list[nn.Module]:
     return layers
 
 
-def shard(args: Namespace, model: PolicyModel, context: DistContext) -> None:
+def shard(args: Namespace, model: PolicyModel, context: FSDPContext) -> None:
     """Apply `fully_shard` to each decoder layer and to the root, in place."""
     dtype = train_dtype(args)
     low = dtype if dtype != torch.float32 else None
@@ -140,7 +127,7 @@ def shard(args: Namespace, model: PolicyModel, context: DistContext) -> None:
     fully_shard(model, mesh=context.mesh, mp_policy=policy, reshard_after_forward=False)
 
 
-def build_policy(args: Namespace, folder: Path, context: DistContext) -> PolicyModel:
+def build_policy(args: Namespace, folder: Path, context: FSDPContext) -> PolicyModel:
     """The model to train: loaded, parameters chosen, sharded, on the rank's device."""
     model = PolicyModel(load_trainable_hf(args, folder))
     shard(args, model, context)
@@ -156,7 +143,7 @@ def load_trainable_hf(args: Namespace, folder: Path) -> PreTrainedModel:
     return hf
 
 
-def build_reference(args: Namespace, folder: Path, context: DistContext) -> PolicyModel:
+def build_reference(args: Namespace, folder: Path, context: FSDPContext) -> PolicyModel:
     """A frozen, sharded copy for reference log-probs."""
     model = PolicyModel(load_hf(args, folder)).requires_grad_(False)
     shard(args, model, context)

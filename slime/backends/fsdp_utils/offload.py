@@ -22,9 +22,3 @@ def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> No
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and name != "step":
                 state[name] = value.to(device)
-
-
-def release_cached_memory(device: torch.device) -> None:
-    """Give unused cached blocks back to the GPU driver."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

@@ -5,8 +5,8 @@ Outputs: a scalar that is a *sum over rows* (see `slime.utils.loss_reducers`), a
 
 Scaling. The step's objective is `1/B sum_i sum_t x_it m_it / d_i`, with B rollout executions in the step and
 `d_i = rollout_mask_sums[i]`. With `d_i = T |a|` this is Flow-GRPO's mean over tokens in a turn, turns in a trajectory and
-trajectories (AgentFlow, arXiv 2510.05592, section on Flow-GRPO). Each rank sees its part of the sum; FSDP averages gradients over
-ranks, so the part is multiplied by the number of ranks (`scale_loss`).
+trajectories (AgentFlow, arXiv 2510.05592, section on Flow-GRPO). Each rank sees its part of the sum, times `loss_factor`; gradients
+are summed over ranks.
 
 Left out: estimators and clipping formulas (`slime.utils.ppo_utils`), log-probs (`model`).
 
@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 import torch
 
-from slime.backends.fsdp_utils.batches import Batch
+from slime.backends.common.batches import Batch
 from slime.utils import ppo_utils
 from slime.utils.importance_sampling import vanilla_tis_function
 from slime.utils.loss_reducers import get_sum_of_sample_mean
@@ -41,9 +41,25 @@ def make_reducer(args: Namespace, batch: Batch) -> Reducer:
     )
 
 
-def scale_loss(args: Namespace, loss: torch.Tensor, global_batch_size: int, tokens: int, dp_size: int) -> torch.Tensor:
-    """Turn a rank's sum into the value to differentiate: divided by the step's rollouts (or tokens), times the ranks."""
-    return loss * dp_size / (tokens if args.calculate_per_token_loss else global_batch_size)
+def loss_factor(args: Namespace, global_batch_size: int, tokens: float) -> float:
+    """Turns a rank's sum into its part of the step's objective: one over the step's rollouts (or trained tokens)."""
+    return 1.0 / (max(tokens, 1.0) if args.calculate_per_token_loss else global_batch_size)
+
+
+def add_report(sums: dict[str, torch.Tensor], report: dict[str, torch.Tensor]) -> None:
+    """Add one micro-batch's reported scalars to the step's sums, in place."""
+    for name, part in report.items():
+        sums[name] = sums[name] + part if name in sums else part
+
+
+def token_loss(
+    args: Namespace, batch: Batch, log_probs: list[torch.Tensor], entropy: list[torch.Tensor]
+) -> LossOutput:
+    """The loss of `--loss-type` from log-probs and entropies of whole rows."""
+    reduce = make_reducer(args, batch)
+    if args.loss_type == "sft_loss":
+        return sft_loss(log_probs, reduce)
+    return policy_loss(args, batch, log_probs, entropy, reduce)
 
 
 def _pg_reducer(args: Namespace, batch: Batch, masks: list[torch.Tensor], default: Reducer) -> Reducer:
@@ -189,8 +205,9 @@ def sft_loss(log_probs: list[torch.Tensor], reduce: Reducer) -> LossOutput:
     return loss, _report(loss, {})
 
 
-def custom_loss(args: Namespace, batch: Batch, logits_1TV: torch.Tensor, reduce: Reducer) -> LossOutput:
+def custom_loss(args: Namespace, batch: Batch, logits_1TV: torch.Tensor) -> LossOutput:
     """The hook `fn(args, batch, logits, sum_of_sample_mean) -> (loss, metrics)`; logits are float32, not divided by temperature."""
+    reduce = make_reducer(args, batch)
     loss, metrics = load_function(args.custom_loss_function_path)(args, batch, logits_1TV, reduce)
     return loss, _report(loss, metrics)
 

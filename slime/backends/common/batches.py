@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from slime.backends.fsdp_utils.packing import PackedBatch, check_row, pack_rows
+from slime.backends.common.packing import PackedBatch, check_row, pack_rows
 
 Batch = dict[str, Any]
 

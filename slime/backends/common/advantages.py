@@ -14,9 +14,10 @@ from __future__ import annotations
 from argparse import Namespace
 
 import torch
+import torch.distributed as dist
 
-from slime.backends.fsdp_utils.batches import Batch
-from slime.backends.fsdp_utils.distributed import all_reduce_sums
+from slime.backends.common.batches import Batch
+from slime.backends.common.distributed import all_reduce_sums
 from slime.utils import ppo_utils
 from slime.utils.distributed_utils import distributed_masked_whiten
 from slime.utils.misc import load_function
@@ -39,8 +40,8 @@ def needs_old_log_probs(args: Namespace, num_steps: int) -> bool:
     return not reused or args.kl_coef != 0 or args.use_opd or args.advantage_estimator in ("gspo", "ppo")
 
 
-def compute_advantages_and_returns(args: Namespace, data: Batch) -> None:
-    """Fill `kl`, `advantages` and `returns`. Collective with `--normalize-advantages`.
+def compute_advantages_and_returns(args: Namespace, data: Batch, group: dist.ProcessGroup | None = None) -> None:
+    """Fill `kl`, `advantages` and `returns`. Collective over `group` (all ranks) with `--normalize-advantages`.
 
     Raises `ValueError` when a custom function leaves them unset, or when log-probs or values that the flags ask for are missing.
     """
@@ -57,7 +58,7 @@ def compute_advantages_and_returns(args: Namespace, data: Batch) -> None:
     if args.use_opd:
         apply_opd_kl_to_advantages(args, data, data["advantages"], _policy_log_probs(args, data))
     if args.normalize_advantages:
-        data["advantages"] = _whiten(data["advantages"], data["loss_masks"])
+        data["advantages"] = _whiten(data["advantages"], data["loss_masks"], group)
 
 
 def apply_opd_kl_to_advantages(args: Namespace, data: Batch, advantages: Rows, student_log_probs: Rows | None) -> None:
@@ -116,13 +117,13 @@ def _ppo(args: Namespace, data: Batch, rewards_B: torch.Tensor) -> tuple[Rows, R
     )
 
 
-def _whiten(rows: Rows, masks: Rows) -> Rows:
-    """Advantages with mean 0 and variance 1 over the trained tokens of all ranks. Collective."""
+def _whiten(rows: Rows, masks: Rows, group: dist.ProcessGroup | None) -> Rows:
+    """Advantages with mean 0 and variance 1 over the trained tokens of all ranks of the group. Collective."""
     values_S, mask_S = torch.cat(rows), torch.cat(masks)
-    if not all_reduce_sums({"trained": mask_S.sum()}, values_S.device)["trained"]:
+    if not all_reduce_sums({"trained": mask_S.sum()}, values_S.device, group)["trained"]:
         # A rollout without any trained token has nothing to learn from, and no statistics.
         return [torch.zeros_like(row) for row in rows]
-    return list(distributed_masked_whiten(values_S, mask_S).split([len(row) for row in rows]))
+    return list(distributed_masked_whiten(values_S, mask_S, group).split([len(row) for row in rows]))
 
 
 def _policy_log_probs(args: Namespace, data: Batch) -> Rows | None:

@@ -25,9 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slime.backends.fsdp_utils.distributed import DistContext, communication_backend, new_external_group
-from slime.backends.fsdp_utils.hf_export import save_hf
-from slime.backends.fsdp_utils.model import PolicyModel, iter_full_tensors, train_dtype
+from slime.backends.common.distributed import DistContext, communication_backend, new_external_group
+from slime.backends.common.precision import train_dtype
 from slime.utils.misc import chunk_named_params_by_size, get_free_port, load_function
 
 logger = logging.getLogger(__name__)
@@ -44,6 +43,18 @@ def ray_wait(timeout_s: float) -> Wait:
     import ray
 
     return lambda refs: ray.get(refs, timeout=timeout_s)
+
+
+@dataclass(frozen=True)
+class WeightSource:
+    """A trained model as seen from outside. Both calls are collective over the training ranks.
+
+    `iter_full_tensors()` gives (Hugging Face name, whole tensor) one after the other, at least on rank 0; every rank must exhaust it.
+    `save_hf(folder)` writes a Hugging Face directory and returns when it is complete.
+    """
+
+    iter_full_tensors: Callable[[], Iterator[tuple[str, torch.Tensor]]]
+    save_hf: Callable[[Path], None]
 
 
 @dataclass
@@ -63,14 +74,14 @@ class EngineSet:
         return [getattr(engine, method).remote(*args, **kwargs) for engine in self.engines]
 
 
-def iter_buckets(model: PolicyModel, limit_bytes: int, dtype: torch.dtype, keep: bool) -> Iterator[Bucket]:
+def iter_buckets(source: WeightSource, limit_bytes: int, dtype: torch.dtype, keep: bool) -> Iterator[Bucket]:
     """Whole tensors cast to `dtype`, in buckets of at most `limit_bytes` (a larger tensor goes alone).
 
     Collective: every rank must exhaust it. With `keep` False (ranks that only help to gather) nothing is yielded.
     """
     cast = (
         (name, (value.to(dtype) if value.is_floating_point() else value).contiguous())
-        for name, value in iter_full_tensors(model)
+        for name, value in source.iter_full_tensors()
         if keep
     )
     return chunk_named_params_by_size(cast, limit_bytes)
@@ -87,14 +98,14 @@ class WeightUpdater:
     _group_name: str = ""
     _groups_made: int = 0
 
-    def update(self, model: PolicyModel, target: EngineSet, num_new: int = 0) -> None:
+    def update(self, source: WeightSource, target: EngineSet, num_new: int = 0) -> None:
         """One sync. Collective over the training ranks; `num_new` > 0 says that engines were replaced."""
         self.version += 1
         if self.args.update_weight_transport == "disk":
-            self._update_from_disk(model, target)
+            self._update_from_disk(source, target)
         else:
             self._connect(target, num_new)
-            self._update_by_broadcast(model, target)
+            self._update_by_broadcast(source, target)
         dist.barrier()
 
     def close(self) -> None:
@@ -112,7 +123,7 @@ class WeightUpdater:
             target.call("destroy_weights_update_group", self._group_name)
         self.close()
         self._groups_made += 1
-        self._group_name = f"slime-fsdp-{self._groups_made}"
+        self._group_name = f"slime-train-{self._groups_made}"
         self._group = self._open_group(target)
 
     def _open_group(self, target: EngineSet) -> dist.ProcessGroup:
@@ -130,13 +141,13 @@ class WeightUpdater:
         target.wait(joining)
         return group
 
-    def _update_by_broadcast(self, model: PolicyModel, target: EngineSet) -> None:
+    def _update_by_broadcast(self, source: WeightSource, target: EngineSet) -> None:
         main = self.context.is_main
         if main:
             target.call("pause_generation")
             target.call("flush_cache")
             target.call("begin_weight_update")
-        for bucket in iter_buckets(model, self.args.update_weight_buffer_size, train_dtype(self.args), keep=main):
+        for bucket in iter_buckets(source, self.args.update_weight_buffer_size, train_dtype(self.args), keep=main):
             self._send(bucket, target)
         if main:
             target.call("end_weight_update")
@@ -159,9 +170,9 @@ class WeightUpdater:
 
     # ---- disk ----
 
-    def _update_from_disk(self, model: PolicyModel, target: EngineSet) -> None:
+    def _update_from_disk(self, source: WeightSource, target: EngineSet) -> None:
         folder = self._disk_root() / f"weight_v{self.version:06d}"
-        save_hf(model, folder, Path(self.args.hf_checkpoint))
+        source.save_hf(folder)
         hook = self.args.custom_update_weight_post_write_path
         if hook:
             load_function(hook)(self.args, str(folder), list(target.engines))
