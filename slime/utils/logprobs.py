@@ -7,9 +7,11 @@ backward pass. Callers pass only the rows they train on.
 Invariants: the result does not depend on the chunk size beyond rounding; logits, softmax and sums are float32 whatever the
 inputs are; peak memory beyond the inputs is two chunk x V buffers and one float32 gradient of the weight.
 
-Left out: vocabulary parallelism, nucleus masks, and a second derivative.
+The vocabulary may be cut among the ranks of a process group; each then passes its rows of the weight.
 
-Shape legend: N rows, D hidden size, V vocabulary.
+Left out: nucleus masks, and a second derivative.
+
+Shape legend: N rows, D hidden size, V vocabulary (of this rank).
 """
 
 from __future__ import annotations
@@ -30,10 +32,13 @@ def selected_log_probs_and_entropy(
     chunk_size: int,
     bias: torch.Tensor | None = None,
     with_entropy: bool = True,
+    vocab_group: torch.distributed.ProcessGroup | None = None,
+    vocab_start: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """log softmax((h W^T + b) / temperature)[target] and the entropy of that softmax, per row, float32 [N].
 
-    `targets_N`: int64 ids below V. `chunk_size`: rows at a time. Gradients reach hidden, weight and bias through the
+    `targets_N`: int64 ids below V. With `vocab_group` (collective) the rank's weight holds the ids from `vocab_start` on, possibly
+    none, and the gradient of hidden is the rank's part: its sum over the group is the whole. `chunk_size`: rows at a time. Gradients reach hidden, weight and bias through the
     log-probabilities, and through the entropy only with `with_entropy` (otherwise the entropy is a plain number to report).
 
     Raises ValueError for a temperature or chunk size that is not positive, or for shapes that do not fit.
@@ -45,7 +50,9 @@ def selected_log_probs_and_entropy(
     if hidden_ND.dim() != 2 or hidden_ND.shape[1] != weight_VD.shape[1] or targets_N.shape != hidden_ND.shape[:1]:
         shapes = f"hidden {tuple(hidden_ND.shape)}, weight {tuple(weight_VD.shape)}, targets {tuple(targets_N.shape)}"
         raise ValueError(f"expected hidden [N, D], weight [V, D], targets [N]; got {shapes}")
-    log_probs_N, entropy_N = _ChunkedHead.apply(hidden_ND, weight_VD, bias, targets_N, float(temperature), chunk_size)
+    log_probs_N, entropy_N = _ChunkedHead.apply(
+        hidden_ND, weight_VD, bias, targets_N - vocab_start, float(temperature), chunk_size, vocab_group
+    )
     return log_probs_N, entropy_N if with_entropy else entropy_N.detach()
 
 
@@ -95,20 +102,23 @@ class _ChunkedHead(torch.autograd.Function):
         targets_N: torch.Tensor,
         temperature: float,
         chunk_size: int,
+        group: torch.distributed.ProcessGroup | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         log_probs_N = hidden_ND.new_empty(hidden_ND.shape[0], dtype=torch.float32)
         entropy_N, lse_N = torch.empty_like(log_probs_N), torch.empty_like(log_probs_N)
         with torch.autocast(hidden_ND.device.type, enabled=False):
             for rows in _chunks(len(hidden_ND), chunk_size):
                 z_CV = _chunk_logits(hidden_ND[rows], weight_VD, bias, temperature)
-                top_C1 = z_CV.amax(dim=-1, keepdim=True)
+                top_C1 = _row_maxima(z_CV, group)
                 z_CV -= top_C1
+                target_C = _pick_targets(z_CV, targets_N[rows])
                 exp_CV = z_CV.exp()
-                sum_C = exp_CV.sum(dim=-1)
-                log_sum_C = sum_C.log()
-                log_probs_N[rows] = z_CV.gather(1, targets_N[rows, None]).squeeze(1) - log_sum_C
                 # A batched dot product, so that no third chunk x V buffer appears for the products.
                 weighted_C = torch.bmm(exp_CV.unsqueeze(1), z_CV.unsqueeze(2)).flatten()
+                sums = _over_ranks(torch.stack([exp_CV.sum(dim=-1), target_C, weighted_C]), "SUM", group)
+                sum_C, target_C, weighted_C = sums.unbind()
+                log_sum_C = sum_C.log()
+                log_probs_N[rows] = target_C - log_sum_C
                 entropy_N[rows] = log_sum_C - weighted_C / sum_C
                 lse_N[rows] = log_sum_C + top_C1.squeeze(1)
         ctx.save_for_backward(hidden_ND, weight_VD, bias, targets_N, lse_N, entropy_N)
@@ -144,7 +154,40 @@ class _ChunkedHead(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
+
+
+def _over_ranks(values: torch.Tensor, operation: str, group: torch.distributed.ProcessGroup | None) -> torch.Tensor:
+    """Reduced over the ranks that share the vocabulary, in place; unchanged without a group."""
+    if group is not None:
+        import torch.distributed as dist
+
+        dist.all_reduce(values, op=getattr(dist.ReduceOp, operation), group=group)
+    return values
+
+
+def _row_maxima(z_CV: torch.Tensor, group: torch.distributed.ProcessGroup | None) -> torch.Tensor:
+    """Largest logit of each row over the whole vocabulary, [C, 1]."""
+    if z_CV.shape[1]:
+        top_C1 = z_CV.amax(dim=-1, keepdim=True)
+    else:
+        top_C1 = z_CV.new_full((len(z_CV), 1), -torch.inf)
+    return _over_ranks(top_C1, "MAX", group)
+
+
+def _here(targets_C: torch.Tensor, size: int) -> torch.Tensor:
+    """1.0 where the target is one of this rank's `size` ids, else 0.0."""
+    return ((targets_C >= 0) & (targets_C < size)).float()
+
+
+def _pick_targets(z_CV: torch.Tensor, targets_C: torch.Tensor) -> torch.Tensor:
+    """The target's logit where this rank has it, else 0: [C]."""
+    size = z_CV.shape[1]
+    if not size:
+        return z_CV.new_zeros(len(z_CV))
+    picked_C = z_CV.gather(1, targets_C.clamp(0, size - 1)[:, None]).squeeze(1)
+    return picked_C * _here(targets_C, size)
 
 
 def _chunks(rows: int, chunk_size: int) -> list[slice]:
@@ -164,7 +207,11 @@ def _logits_gradient(
     p_CV = log_p_CV.exp()
     factor_CV = log_p_CV.add_(entropy_C1).mul_(grad_entropy_C1).add_(grad_log_prob_C1)
     grad_CV = p_CV.mul_(factor_CV).neg_()
-    return grad_CV.scatter_add_(1, targets_C[:, None], grad_log_prob_C1)
+    size = grad_CV.shape[1]
+    if not size:
+        return grad_CV
+    own_C1 = grad_log_prob_C1 * _here(targets_C, size)[:, None]
+    return grad_CV.scatter_add_(1, targets_C.clamp(0, size - 1)[:, None], own_C1)
 
 
 def _add_weight_gradient(grad_VD: torch.Tensor, grad_CV: torch.Tensor, h_CD: torch.Tensor) -> None:

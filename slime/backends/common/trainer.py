@@ -114,7 +114,7 @@ class Trainer(abc.ABC):
             if self.args.reset_optimizer_states:
                 self._reset_optimizer()
             with timed(perf, "actor_train_time"):
-                steps = [self._train_step(rollout_id, data, plan) for plan in plans]
+                steps = [self._train_step(rollout_id, number, data, plan) for number, plan in enumerate(plans)]
             self._refresh_reference(rollout_id)
         return {**steps[-1], **perf}
 
@@ -194,7 +194,11 @@ class Trainer(abc.ABC):
 
     # ---- optimiser steps ----
 
-    def _train_step(self, rollout_id: int, data: Batch, plan: StepPlan) -> dict[str, float]:
+    def _before_step(self, rollout_id: int, step_id: int) -> None:  # noqa: B027 (most back ends do nothing here)
+        """What a back end does before the passes of each optimiser step (`step_id` counts within the rollout): nothing."""
+
+    def _train_step(self, rollout_id: int, step_id: int, data: Batch, plan: StepPlan) -> dict[str, float]:
+        self._before_step(rollout_id, step_id)
         trained, clamped = count_trained_tokens(data, plan)
         tokens = self._sum({"trained": trained, "clamped": clamped})
         sums = self._accumulate(data, plan, tokens["clamped"])
