@@ -24,6 +24,7 @@ PROGRAMS = {
     "make_requirements": "tools/make_requirements.py",
     "serve_roles": "tools/serve_roles.py",
     "checkpoints.py": "tools/checkpoints.py",
+    "gpu_check.sh": "benchmarks.gpu.run",
     "train.py": "train.py",
     "train_async.py": "train_async.py",
     "slime_plugins.rollout_buffer.buffer": "slime_plugins.rollout_buffer.buffer",
@@ -182,7 +183,7 @@ def test_flags_in_the_text_are_accepted(page: Path) -> None:
         else:
             methods = [*LAUNCHERS, *(f"agentic.{name}.eval" for name in ("agentflow", "toolorchestra"))]
             services = [f"agentic.toolorchestra.retrieval.{name}" for name in ("build", "serve")]
-            programs = (PROGRAMS["quickstart"], *methods, *COMMANDS, *services, *CHECKPOINTS)
+            programs = (PROGRAMS["quickstart"], *methods, *COMMANDS, *services, *CHECKPOINTS, PROGRAMS["gpu_check.sh"])
             known = train_flags().union(SCRIPT_FLAGS.values(), *map(accepted, programs))
         if flag not in known:
             unknown.append(f"{program} {flag}")
