@@ -1,6 +1,6 @@
 """What `run.py` checks: each check starts what it needs, and returns figures with their bounds.
 
-Bounds come from `BOUNDS_OF` below, with the reason beside each. Two kinds: of correctness, judged everywhere, and of speed and
+Every bound stands where its figure is made, with its source. Two kinds: of correctness, judged everywhere, and of speed and
 memory, judged on a GPU only. Invariants: a check uses the product's own `train.py`, trainers and engines; what cannot run here
 says so as `Skip`, never as a pass.
 """
@@ -13,14 +13,14 @@ import math
 import statistics
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.bounds import Bound, copy_rate, peak_flops
 from benchmarks.gpu.logprob_memory import measure
-from benchmarks.gpu.probe import Flags, ProbeResult, run_train, write_long_chats, write_prompts
+from benchmarks.gpu.probe import Failed, Flags, ProbeResult, plain_seconds, run_train, write_long_chats, write_prompts
 from slime.utils.flops_utils import calculate_fwd_flops
 
 GIB = 2**30
@@ -30,10 +30,6 @@ NO_FIGURE = "our expectation; nobody has measured it here"
 
 class Skip(Exception):
     """The check cannot run on this machine; the text says why."""
-
-
-class Failed(Exception):
-    """The run itself failed; the text is its last error."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +48,7 @@ class Setting:
         return 256 if self.smoke else 4096
 
     def weight_bytes(self) -> int:
-        """Bytes that a sync sends in the trainer's type: half of fp32 on a GPU."""
+        """Bytes of the weight files, which is what a sync sends."""
         return sum(path.stat().st_size for path in self.model.glob("*.safetensors"))
 
 
@@ -141,6 +137,35 @@ def train_check(backend: str, setting: Setting) -> list[Bound]:
         Bound("MFU", _mfu(setting, [setting.row_tokens] * rows, seconds), NO_FIGURE, at_least=least),
         _finite_loss(result),
     ]
+
+
+def overhead_check(setting: Setting) -> list[Bound]:
+    """A supervised step on one GPU against a plain loop that does the same work, in the same minute."""
+    one = replace(setting, gpus=1)
+    _check_fits(one)
+    rows = 4
+    plain = plain_seconds(one.model, rows, one.row_tokens, setting.folder / "plain_loop.log")
+    result = _train_rows("overhead_fsdp", "fsdp", one, one.row_tokens, rows, rollouts=4)
+    seconds = statistics.median(_metric(result, "perf/actor_train_time")[1:])
+    return [
+        Bound("seconds of a step, plain loop", plain, "the limit"),
+        Bound("speed against the plain loop", plain / seconds, "row 5: at least 0.97", at_least=0.97),
+    ]
+
+
+def _check_fits(setting: Setting) -> None:
+    """Weights, gradients and Adam's state in float32, and a bf16 copy: 18 bytes a weight. Raises Skip."""
+    if setting.smoke:
+        return
+    import torch
+
+    config = json.loads((setting.model / "config.json").read_text(encoding="utf-8"))
+    size = 4 if config.get("dtype", config.get("torch_dtype")) == "float32" else 2
+    needed, there = setting.weight_bytes() / size * 18, torch.cuda.get_device_properties(0).total_memory
+    if needed > 0.9 * there:
+        raise Skip(
+            f"a step needs {needed / GIB:.0f} GiB on one GPU, which has {there / GIB:.0f}; take a smaller --model"
+        )
 
 
 def long_check(backend: str, setting: Setting) -> list[Bound]:
@@ -274,6 +299,7 @@ def _metric(result: ProbeResult, name: str) -> list[float]:
 CHECKS: dict[str, Check] = {
     "logprob_memory": logprob_check,
     **{f"train_{backend}": partial(train_check, backend) for backend in ("fsdp", "megatron")},
+    "overhead_fsdp": overhead_check,
     **{
         f"engine_{backend}_{transport}": partial(engine_check, backend, transport)
         for backend in ("fsdp", "megatron")

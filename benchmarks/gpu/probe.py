@@ -24,6 +24,10 @@ POLL_S, STOP_S = 1.0, 60.0
 Flags = Mapping[str, Any]
 
 
+class Failed(Exception):
+    """A run failed; the text is its last error."""
+
+
 @dataclass(frozen=True)
 class ProbeResult:
     """A run that has ended. `metrics`: name -> its values in order."""
@@ -62,6 +66,18 @@ def run_train(folder: Path, flags: Flags, limit_s: float) -> ProbeResult:
         finally:
             _end(process)
     return ProbeResult(code, command, log, time.monotonic() - start, peak, _read(metrics))
+
+
+def plain_seconds(model: Path, rows: int, tokens: int, log: Path) -> float:
+    """Median seconds of a step of `plain_loop`, in a process of its own, which gives its memory back."""
+    words = ["--model", str(model), "--rows", str(rows), "--tokens", str(tokens)]
+    command = [sys.executable, "-m", "benchmarks.gpu.plain_loop", *words]
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as output:
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=output, check=False)
+    if done.returncode:
+        raise Failed(f"plain_loop ended with {done.returncode} (log: {log})")
+    return float(json.loads(done.stdout.splitlines()[-1])["median"])
 
 
 def _watch(process: subprocess.Popen[bytes], deadline: float) -> tuple[int, int]:

@@ -7,6 +7,8 @@ import math
 import os
 import subprocess
 import sys
+from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +133,8 @@ def test_all_flags_are_known_to_train_py(setting: Setting, monkeypatch: pytest.M
         raise Failed("recorded")
 
     monkeypatch.setattr(checks, "run_train", record)
+    monkeypatch.setattr(checks, "plain_seconds", lambda *_: 1.0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Namespace(total_memory=10**6))
     monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: object())
     for name, check in CHECKS.items():
         if name != "logprob_memory":
@@ -144,10 +148,19 @@ def test_all_flags_are_known_to_train_py(setting: Setting, monkeypatch: pytest.M
 
 
 def test_two_engines_need_two_gpus(setting: Setting) -> None:
-    from dataclasses import replace
-
     with pytest.raises(Skip, match="a GPU for the engine and one for the trainer, there is 1"):
         CHECKS["engine_fsdp_nccl"](replace(setting, gpus=1))
+
+
+def test_a_model_that_does_not_fit_one_gpu_is_skipped(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """500 weights of two bytes: a step takes 18 bytes each."""
+    for total, fits in ((10_001, True), (9_999, False)):
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, total=total: Namespace(total_memory=total))
+        if fits:
+            checks._check_fits(setting)
+        else:
+            with pytest.raises(Skip, match="take a smaller --model"):
+                checks._check_fits(setting)
 
 
 def test_megatron_without_its_parts_is_skipped(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +195,7 @@ def test_a_refused_run_says_why(tmp_path: Path) -> None:
 def test_smoke_of_trainer_and_engine(tmp_path: Path) -> None:
     done = subprocess.run(
         ["bash", "scripts/gpu_check.sh", "--cpu-smoke", "--out", str(tmp_path)]
-        + ["--only", "logprob_memory", "train_fsdp", "engine_fsdp_nccl", "long_fsdp"],
+        + ["--only", "logprob_memory", "overhead_fsdp", "engine_fsdp_nccl", "long_fsdp"],
         cwd=ROOT,
         env={**os.environ, "PYTHON": sys.executable},
         capture_output=True,
