@@ -108,8 +108,11 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
                     self.answer({"id": repo, "sha": hub.commit, "siblings": [], "tags": [], "private": False})
                 else:
                     self.answer(hub.tree(repo))
-            elif found := _RESOLVE.fullmatch(path):
-                self.send_file(found.group(2), found.group(4))
+            elif found := _RESOLVE.fullmatch(path.removeprefix("/cdn")):
+                if found.group(4) in hub.lfs and not path.startswith("/cdn/"):
+                    self.answer("", 302, Location=f"{hub.url}/cdn{path}")  # large files lie elsewhere
+                else:
+                    self.send_file(found.group(2), found.group(4))
             else:
                 self.answer({"error": path}, 404)
 
