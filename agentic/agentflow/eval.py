@@ -32,7 +32,7 @@ from agentic.agentflow.arms import ARMS, Arm, Evaluator
 from agentic.agentflow.benchmarks import BENCHMARKS, Question, load_questions
 from agentic.agentflow.config import PREFIX, AgentFlowConfig
 from agentic.agentflow.crew import ROLES, Crew
-from agentic.common.clients import check_reachable, close_clients
+from agentic.common.clients import check_reachable
 from agentic.common.command_line import Parser, positive, resumable_program
 from agentic.common.errors import ConfigError
 from agentic.common.evaluation import (
@@ -292,19 +292,16 @@ def check_args(args: Namespace) -> None:
 
 async def answer_all(args: Namespace, data: Mapping[str, DataSet], tables: Mapping[str, Any], store: RunStore) -> None:
     """Everything that is not answered yet; leaves `checks.json`, what was seen of the servers at the start."""
-    try:
-        arms, engines = await build_arms(args, tables)
-        crew = next(iter(arms.values())).crew
-        checks = {
-            "engines": engines,
-            "judge": await check_judge(crew.judge, partial(crew.prompts.render, "judge")) if crew.judge else None,
-        }
-        write_whole(args.out / "checks.json", json.dumps(checks, indent=2) + "\n")
-        sampling = {"temperature": args.temperature, "top_p": args.top_p, "max_new_tokens": args.max_new_tokens}
-        evaluator = Evaluator(arms, sampling, args.seed)
-        await run_jobs(build_jobs(args, data), evaluator.answer, store, args.concurrency)
-    finally:
-        await close_clients()
+    arms, engines = await build_arms(args, tables)
+    crew = next(iter(arms.values())).crew
+    checks = {
+        "engines": engines,
+        "judge": await check_judge(crew.judge, partial(crew.prompts.render, "judge")) if crew.judge else None,
+    }
+    write_whole(args.out / "checks.json", json.dumps(checks, indent=2) + "\n")
+    sampling = {"temperature": args.temperature, "top_p": args.top_p, "max_new_tokens": args.max_new_tokens}
+    evaluator = Evaluator(arms, sampling, args.seed)
+    await run_jobs(build_jobs(args, data), evaluator.answer, store, args.concurrency)
 
 
 def run(args: Namespace) -> int:

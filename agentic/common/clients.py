@@ -105,13 +105,6 @@ def _semaphore(role: Role) -> asyncio.Semaphore:
     return _loop_state().semaphores.setdefault(key, asyncio.Semaphore(role.max_concurrency))
 
 
-async def close_clients() -> None:
-    """Close the running event loop's connections (end of a program or test)."""
-    state = _LOOPS.pop(asyncio.get_running_loop(), None)
-    if state is not None:
-        await state.client.close()
-
-
 async def _call(role: Role, path: str, payload: dict[str, Any], headers: dict[str, str] | None = None) -> Any:
     """POST `payload` as JSON and return the decoded answer; raises the typed errors of `InfrastructureError`."""
     headers = {"Content-Type": "application/json", **(headers or {})}

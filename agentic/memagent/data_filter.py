@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from agentic.common.answers import extract_boxed
-from agentic.common.clients import FrozenClient, check_reachable, close_clients
+from agentic.common.clients import FrozenClient, check_reachable
 from agentic.common.errors import ConfigError, InfrastructureError
 from agentic.common.evaluation import Job, Line, Outcome, RunStore, check_protocol, exclusive, run_jobs
 from agentic.common.evaluation_provenance import sha256_file
@@ -117,12 +117,9 @@ def ask(
 
 async def _ask_all(jobs: Sequence[Job], roles: Mapping[str, Role], store: RunStore, concurrency: int) -> None:
     clients = {name: FrozenClient(role) for name, role in roles.items()}
-    try:
-        for role in roles.values():
-            await check_reachable(role)
-        await run_jobs(jobs, partial(_answer, clients), store, concurrency)
-    finally:
-        await close_clients()
+    for role in roles.values():
+        await check_reachable(role)
+    await run_jobs(jobs, partial(_answer, clients), store, concurrency)
 
 
 async def _answer(clients: Mapping[str, FrozenClient], job: Job) -> Outcome:

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from agentic.common.clients import check_reachable, close_clients
+from agentic.common.clients import check_reachable
 from agentic.common.command_line import Parser, positive, resumable_program
 from agentic.common.data_files import count_reasons
 from agentic.common.errors import ConfigError
@@ -220,17 +220,14 @@ async def answer_all(
     store: RunStore,
 ) -> None:
     """Everything that is not answered yet, length by length; leaves `checks.json`."""
-    try:
-        arms, engines = await build_arms(args, config, roles)
-        write_whole(args.out / "checks.json", json.dumps({"engines": engines}, indent=2) + "\n")
-        seeded = {name: info["deterministic"] for name, info in engines.items()}
-        evaluator = Evaluator(arms, _sampling(args), args.answer_form, args.seed, seeded)
-        for entry in data:
-            items, _ = load_items(entry.path, pool, args.limit)
-            logger.info("%s: %d items of %s", entry.name, len(items), entry.path)
-            await run_jobs(list(build_jobs(args, entry, items, roles)), evaluator.answer, store, args.concurrency)
-    finally:
-        await close_clients()
+    arms, engines = await build_arms(args, config, roles)
+    write_whole(args.out / "checks.json", json.dumps({"engines": engines}, indent=2) + "\n")
+    seeded = {name: info["deterministic"] for name, info in engines.items()}
+    evaluator = Evaluator(arms, _sampling(args), args.answer_form, args.seed, seeded)
+    for entry in data:
+        items, _ = load_items(entry.path, pool, args.limit)
+        logger.info("%s: %d items of %s", entry.name, len(items), entry.path)
+        await run_jobs(list(build_jobs(args, entry, items, roles)), evaluator.answer, store, args.concurrency)
 
 
 def build_jobs(args: Namespace, entry: DataSet, items: Sequence[Item], arms: Mapping[str, Any]) -> Iterator[Job]:

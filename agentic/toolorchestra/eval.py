@@ -27,7 +27,7 @@ from typing import Any
 
 import yaml
 
-from agentic.common.clients import check_reachable, close_clients
+from agentic.common.clients import check_reachable
 from agentic.common.command_line import Parser, positive, resumable_program
 from agentic.common.errors import ConfigError
 from agentic.common.evaluation import Job, Line, RunStore, check_protocol, exclusive, run_jobs, write_whole
@@ -149,15 +149,12 @@ async def build_arms(args: Namespace, tables: Tables) -> tuple[dict[str, Arm], d
 
 async def play_all(args: Namespace, data: Mapping[str, DataSet], tables: Tables, store: RunStore) -> None:
     """Everything that is not done yet; leaves `checks.json`, what was seen of the servers at the start."""
-    try:
-        arms, engines = await build_arms(args, tables)
-        crew = next(iter(arms.values())).crew
-        verdicts = await check_judge(crew.judge, partial(crew.prompts.render, "judge")) if crew.judge else None
-        write_whole(args.out / "checks.json", json.dumps({"engines": engines, "judge": verdicts}, indent=2) + "\n")
-        evaluator = Evaluator(arms, _sampling(args), args.seed)
-        await run_jobs(build_jobs(args, data), evaluator.answer, store, args.concurrency)
-    finally:
-        await close_clients()
+    arms, engines = await build_arms(args, tables)
+    crew = next(iter(arms.values())).crew
+    verdicts = await check_judge(crew.judge, partial(crew.prompts.render, "judge")) if crew.judge else None
+    write_whole(args.out / "checks.json", json.dumps({"engines": engines, "judge": verdicts}, indent=2) + "\n")
+    evaluator = Evaluator(arms, _sampling(args), args.seed)
+    await run_jobs(build_jobs(args, data), evaluator.answer, store, args.concurrency)
 
 
 def build_jobs(args: Namespace, data: Mapping[str, DataSet]) -> list[Job]:

@@ -11,6 +11,7 @@ from argparse import Namespace
 from typing import Any
 
 from slime.ray.ray_actor import RayActor
+from slime.utils import accelerator
 
 
 def get_local_gpu_id() -> int:
@@ -20,10 +21,7 @@ def get_local_gpu_id() -> int:
     reserved = [str(gpu_id) for gpu_id in ray.get_gpu_ids()]
     if not reserved:
         return 0
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return int(reserved[0])
-    return visible.split(",").index(reserved[0])
+    return accelerator.resolve_visible_device_id(reserved[0])
 
 
 class TrainRayActor(RayActor, abc.ABC):

@@ -22,9 +22,9 @@ logger = logging.getLogger(__name__)
 
 
 @functools.lru_cache(maxsize=1)
-def _mask_generator(hf_checkpoint: str, loss_mask_type: str) -> MultiTurnLossMaskGenerator:
+def _mask_generator(hf_checkpoint: str, loss_mask_type: str, boundary: bool) -> MultiTurnLossMaskGenerator:
     tokenizer = load_tokenizer(hf_checkpoint, trust_remote_code=True)
-    return MultiTurnLossMaskGenerator(tokenizer, tokenizer_type=loss_mask_type)
+    return MultiTurnLossMaskGenerator(tokenizer, tokenizer_type=loss_mask_type, train_boundary_token=boundary)
 
 
 def generate_rollout(args: Any, rollout_id: int, data_buffer: Any, evaluation: bool = False) -> RolloutFnTrainOutput:
@@ -36,7 +36,7 @@ def generate_rollout(args: Any, rollout_id: int, data_buffer: Any, evaluation: b
         raise ValueError("sft_rollout has no evaluation; set --eval-function-path or leave --eval-interval out")
     if args.n_samples_per_prompt != 1:
         raise ValueError(f"sft_rollout needs --n-samples-per-prompt 1, got {args.n_samples_per_prompt}")
-    generator = _mask_generator(args.hf_checkpoint, args.loss_mask_type)
+    generator = _mask_generator(args.hf_checkpoint, args.loss_mask_type, getattr(args, "train_boundary_token", False))
     groups: list[list[Sample]] = data_buffer.get_samples(args.rollout_batch_size)
     max_length = getattr(args, "rollout_max_context_len", None)
     for (sample,) in groups:

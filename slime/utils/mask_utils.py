@@ -35,9 +35,12 @@ class MultiTurnLossMaskGenerator:
     `tokenizer_type` is `qwen`, `qwen3` or `qwen3_5` (one algorithm serves all) or `distill_qwen`, for DeepSeek-R1
     distillations, whose template cuts the reasoning even out of the last turn: that turn is taken verbatim instead.
     `qwen` with a vocabulary that has the DeepSeek marker means `distill_qwen`. Raises ValueError for other types.
+
+    `train_boundary_token`: templates such as GLM's have no end-of-turn marker, and a model stops with the first token of the next
+    turn. That token is then trained as well; behind the last turn, where none follows, the one that begins a user turn is added.
     """
 
-    def __init__(self, tokenizer: Any, tokenizer_type: str = "qwen") -> None:
+    def __init__(self, tokenizer: Any, tokenizer_type: str = "qwen", train_boundary_token: bool = False) -> None:
         if tokenizer_type not in _TYPES:
             raise ValueError(f"loss mask type {tokenizer_type!r}: choose one of {', '.join(_TYPES)}")
         if not getattr(tokenizer, "is_fast", False):
@@ -46,6 +49,7 @@ class MultiTurnLossMaskGenerator:
             tokenizer_type = "distill_qwen"
         self.tokenizer = tokenizer
         self.tokenizer_type = tokenizer_type
+        self.train_boundary_token = train_boundary_token
 
     def get_response_lengths(self, loss_masks: list[list[int]]) -> list[int]:
         """See the function of the same name."""
@@ -69,12 +73,17 @@ class MultiTurnLossMaskGenerator:
 
     def _encode(self, text: str, spans: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        starts = [begin for begin, _ in encoded["offset_mapping"]]
+        ids, starts = list(encoded["input_ids"]), [begin for begin, _ in encoded["offset_mapping"]]
+        if self.train_boundary_token and spans and spans[-1][1] == len(text):
+            user_turn = self._user_text({"role": "user", "content": _PROBE})
+            ids.append(self.tokenizer(user_turn, add_special_tokens=False)["input_ids"][0])
+            starts.append(len(text))
         mask = [0] * len(starts)
         for begin, end in spans:
             first, last = bisect_left(starts, begin), bisect_left(starts, end)
+            last += self.train_boundary_token
             mask[first:last] = [1] * (last - first)
-        return list(encoded["input_ids"]), mask
+        return ids, mask
 
     def gen_multi_turn_loss_mask_qwen(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None

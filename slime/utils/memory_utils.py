@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from slime.utils import accelerator
+
 logger = logging.getLogger(__name__)
 
 _GIB = 1024**3
@@ -19,28 +21,19 @@ _GIB = 1024**3
 def clear_memory(clear_host_memory: bool = False) -> None:
     """Collect garbage and return cached device memory; with `clear_host_memory` pinned host memory too."""
     gc.collect()
-    if not torch.cuda.is_available():
-        return
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    if clear_host_memory:
+    accelerator.synchronize()
+    accelerator.empty_cache()
+    if clear_host_memory and accelerator.supports("pinned_memory"):
         torch._C._host_emptyCache()
 
 
 def available_memory() -> dict[str, Any]:
     """`{"gpu": device or "cpu", "total_GB", "free_GB", "used_GB", "allocated_GB", "reserved_GB"}`, in GiB."""
-    if torch.cuda.is_available():
-        device: Any = torch.cuda.current_device()
-        free, total = torch.cuda.mem_get_info(device)
-        allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-    else:
-        import psutil
-
-        machine = psutil.virtual_memory()
-        device, free, total = "cpu", machine.available, machine.total
-        allocated = reserved = psutil.Process().memory_info().rss
-    sizes = {"total": total, "free": free, "used": total - free, "allocated": allocated, "reserved": reserved}
-    return {"gpu": str(device), **{f"{name}_GB": round(size / _GIB, 2) for name, size in sizes.items()}}
+    free, total = accelerator.mem_get_info()
+    sizes = {"total": total, "free": free, "used": total - free}
+    sizes |= {"allocated": accelerator.memory_allocated(), "reserved": accelerator.memory_reserved()}
+    device = str(accelerator.current_device())
+    return {"gpu": device, **{f"{name}_GB": round(size / _GIB, 2) for name, size in sizes.items()}}
 
 
 def print_memory(msg: str, clear_before_print: bool = False) -> dict[str, Any]:

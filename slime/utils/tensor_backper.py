@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from slime.utils import accelerator
+
 _SourceGetter = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 
 
@@ -74,16 +76,17 @@ class _HostCopies(TensorBackuper):
         stored = self._copies[tag]
         for name, tensor in self._source_getter():
             tensor.copy_(stored[name], non_blocking=True)
-        _synchronize()
+        accelerator.synchronize()
 
     def _store(self, tag: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         copies = self._copies.setdefault(tag, {})
+        pinned = accelerator.supports("pinned_memory")
         for name, tensor in tensors:
             known = copies.get(name)
             if known is None or known.shape != tensor.shape or known.dtype != tensor.dtype:
-                known = copies[name] = torch.empty_like(tensor, device="cpu", pin_memory=torch.cuda.is_available())
+                known = copies[name] = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
             known.copy_(tensor.detach(), non_blocking=True)
-        _synchronize()
+        accelerator.synchronize()
 
 
 class _InPlace(TensorBackuper):
@@ -108,8 +111,3 @@ class _InPlace(TensorBackuper):
     def _check(self, tag: Any) -> None:
         if tag != self._tag:
             raise KeyError(f"only the tag {self._tag!r} exists, not {tag!r}")
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

@@ -149,7 +149,9 @@ def _remember_finished(data_buffer: Any, infos: list[dict[str, Any]]) -> None:
 def to_groups(args: Any, items: list[dict[str, Any]]) -> list[list[Sample]]:
     """Samples of the items, by instance. A group that has not `n_samples_per_prompt` members is left out, with a warning."""
     generator = MultiTurnLossMaskGenerator(
-        load_tokenizer(args.hf_checkpoint, trust_remote_code=True), tokenizer_type=args.loss_mask_type
+        load_tokenizer(args.hf_checkpoint, trust_remote_code=True),
+        tokenizer_type=args.loss_mask_type,
+        train_boundary_token=getattr(args, "train_boundary_token", False),
     )
     groups = []
     for name, members in group_by(items, key=lambda item: item["instance_id"]).items():

@@ -1,12 +1,13 @@
 """Every customisation hook of the rollout side: when it is called, with which arguments, and what its result means.
 
-Hooks of the training side (advantages, losses, postprocess) have their tests beside the trainer (`tests/fsdp`).
+Hooks of the training side (advantages, losses, postprocess, weight files): test_contract_training_hooks.py.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import ray
 from helpers_ray import manager_args
 from helpers_rollout import FakeEngine, fake_engine, rollout_args, save_tiny_tokenizer, write_jsonl
+from helpers_source import ROOT
 
 from slime.observability.rollout_metrics import log_eval_rollout_data, log_rollout_data
 from slime.ray.rollout import RolloutManager
@@ -23,6 +25,9 @@ from slime.rollout import sglang_rollout as sr
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+from slime.utils.arguments import get_slime_extra_args_provider
+from slime.utils.arguments.parser import SlimeArgumentParser
+from slime.utils.arguments.unavailable import UNAVAILABLE
 from slime.utils.http_utils import init_http_client
 from slime.utils.misc import SingletonMeta
 from slime.utils.types import Sample
@@ -386,7 +391,9 @@ def test_log_hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, takes_over: 
 
 # --- the methods' hooks -----------------------------------------------------------------------------------------------
 
-METHODS = ["agentflow", "memagent"]
+# Flags of that form that name a file, not a function.
+NO_HOOKS = ("custom-config-path", "megatron-config-path")
+METHODS = sorted(path.parent.name for path in (ROOT / "agentic").glob("*/rollout.py"))
 CALL_SHAPES: dict[str, tuple[tuple[Any, ...], dict[str, Any], bool]] = {
     "rollout.generate": ((None, Sample(), {}), {"evaluation": True}, True),
     "rollout.eval_log": ((0, None, {}, None), {}, False),
@@ -404,3 +411,18 @@ def test_hooks_of_the_methods_take_slimes_calls(method: str, hook: str) -> None:
     args, kwargs, is_async = CALL_SHAPES[hook]
     inspect.signature(function).bind(*args, **kwargs)
     assert inspect.iscoroutinefunction(function) == is_async
+
+
+def test_every_row_of_the_hook_table_is_tested_here() -> None:
+    """`customization.md` lists every hook, and each is called by a test of this folder."""
+    table = (ROOT / "docs/en/get_started/customization.md").read_text().partition("## Rollout function")[0]
+    documented = set(re.findall(r"^\| \[`--([\w-]+)`\]", table, re.MULTILINE))
+    parser = SlimeArgumentParser()
+    get_slime_extra_args_provider()(parser)
+    ours = {action.option_strings[0].removeprefix("--") for action in parser._actions if action.option_strings}
+    hooks = {name for name in ours if name.endswith(("-path", "-hook")) and name not in NO_HOOKS}
+    available = {name for name in hooks if name.replace("-", "_") not in UNAVAILABLE}
+    assert documented == available
+    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    names = [name.replace("-", "_") for name in sorted(documented)]
+    assert not [name for name in names if not re.search(rf'{name}(": |=)', tests)]

@@ -37,7 +37,8 @@ def has_field(module: Any, name: str) -> bool:
     owner = getattr(module, name.rpartition(".")[0])
     field = name.rpartition(".")[2]
     known = {f.name for f in dataclasses.fields(owner)} if dataclasses.is_dataclass(owner) else set()
-    return field in known or hasattr(owner, field) or field in getattr(owner, "model_fields", {})
+    known |= {*getattr(owner, "model_fields", {}), *inspect.get_annotations(owner)}
+    return field in known or hasattr(owner, field)
 
 
 def check_parameters(function: Any, wanted: str, where: str) -> None:

@@ -14,7 +14,6 @@ import pytest
 from helpers_agentic import FakeEngine, Reply
 from helpers_retrieval import PASSAGES, WordEmbedder, make_index, running
 
-from agentic.common.clients import close_clients
 from agentic.common.errors import ConfigError, RoleBadResponse, RoleTimeout, RoleUnavailable
 from agentic.common.roles import Role
 from agentic.toolorchestra.retrieval.client import RetrievalClient
@@ -167,7 +166,6 @@ def test_concurrent_requests_share_a_call(tmp_path: Path) -> None:
         async def crowd() -> list[Any]:
             client = RetrievalClient(role(url, max_concurrency=64))
             found = await asyncio.gather(*(client.search(f"capital {n}", topk=2) for n in range(64)))
-            await close_clients()
             return found
 
         found = asyncio.run(crowd())
@@ -229,7 +227,6 @@ async def test_the_key_is_needed_and_the_client_sends_it(tmp_path: Path, monkeyp
         monkeypatch.setenv("RETRIEVAL_KEY", "secret")
         found = await RetrievalClient(role(url, api_key_env="RETRIEVAL_KEY")).search(CAPITAL, topk=1)
         assert [passage.id for passage in found] == ["rome"]
-    await close_clients()
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -243,7 +240,6 @@ async def test_client_reads_both_text_keys_and_skips_blank_queries(served: str) 
     berlin = found[0][0]
     assert berlin.text == PASSAGES[1]["contents"] and berlin.document["title"] == "Berlin" and 0 < berlin.score <= 1
     assert await client.search("  ") == []
-    await close_clients()
 
 
 @pytest.mark.parametrize(
@@ -263,7 +259,6 @@ async def test_client_refuses_other_answers(answer: str, monkeypatch: pytest.Mon
         monkeypatch.setattr(FakeEngine, "answer", body)
         with FakeEngine(lambda _: "") as engine, pytest.raises(RoleBadResponse):
             await RetrievalClient(role(engine.url)).search("x")
-    await close_clients()
 
 
 async def test_client_has_deadlines_and_bounded_retries(tmp_path: Path) -> None:
@@ -274,4 +269,3 @@ async def test_client_has_deadlines_and_bounded_retries(tmp_path: Path) -> None:
             await RetrievalClient(role(url, timeout_s=0.05)).search("x")
     with pytest.raises(RoleUnavailable):
         await RetrievalClient(role(url, retries=1)).search("x")
-    await close_clients()

@@ -9,7 +9,6 @@ import pytest
 from helpers_agentic import FakeEngine
 from helpers_orchestra import QWEN, call, script, stage
 
-from agentic.common.clients import close_clients
 from agentic.toolorchestra.tau2 import pool
 from agentic.toolorchestra.tau2.tasks import find_task
 from slime.utils.types import Sample
@@ -45,7 +44,6 @@ async def test_the_reference_solution_of_a_real_task(
             sample = await s.run(s.sample(**metadata(domain, task_id)), evaluation=evaluation)
         finally:
             pool.close_pool()
-            await close_clients()
     record = sample.metadata["orch"]
     assert (record["outcome"], record["termination"], record["valid_answer"]) == (1.0, "user_stop", True)
     assert record["breakdown"] == {"DB": 1.0, "COMMUNICATE": 1.0} and record["turns"] == len(turns) + 3
@@ -64,7 +62,6 @@ async def test_an_expert_and_a_user_over_http(tmp_path: Path, monkeypatch: pytes
         roles = {"strong": {"url": experts.url, **served}, "user": {"url": users.url, **served}}
         with stage(tmp_path, monkeypatch, policy, roles=roles, aliases='{"expert-1": "strong"}') as s:
             sample = await s.run(s.sample(**metadata("mock", "create_task_1")))
-            await close_clients()
         offered = [tool["function"]["name"] for tool in experts.requests[0].body["tools"]]
     record = sample.metadata["orch"]
     assert (record["outcome"], record["termination"], record["turns"]) == (1.0, "user_stop", 2)
@@ -82,7 +79,6 @@ async def test_a_user_that_is_silent_fails_the_sample(tmp_path: Path, monkeypatc
         roles = {"user": {"url": users.url, "api": "chat", "model": "m"}}
         with stage(tmp_path, monkeypatch, script("unused"), roles=roles) as s:
             sample = await s.run(s.sample(**metadata("mock", "create_task_1")))
-            await close_clients()
     assert sample.remove_sample and sample.metadata["failure_reason"] == "role_bad_response:user"
 
 
@@ -91,7 +87,6 @@ async def test_a_task_with_a_history(tmp_path: Path, monkeypatch: pytest.MonkeyP
     turn = THOUGHT + call("update_task_status", task_id="task_2", status="completed")
     with stage(tmp_path, monkeypatch, script(turn, "<message>Done.</message>"), user="scripted") as s:
         sample = await s.run(s.sample(**metadata("mock", "update_task_with_message_history")))
-        await close_clients()
     assert sample.metadata["orch"]["outcome"] == 1.0
     prompt = QWEN.decode(s.sent()[0])
     assert '{"name": "create_task", "arguments": {"user_id"' in prompt and "<tool_response>\n{" in prompt
@@ -100,5 +95,4 @@ async def test_a_task_with_a_history(tmp_path: Path, monkeypatch: pytest.MonkeyP
 async def test_an_unknown_task_is_a_bad_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with stage(tmp_path, monkeypatch, script("unused"), user="scripted") as s:
         sample = await s.run(s.sample(**metadata("retail", "4711")))
-        await close_clients()
     assert sample.remove_sample and sample.metadata["failure_reason"] == "unknown_task"

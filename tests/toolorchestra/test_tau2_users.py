@@ -10,7 +10,6 @@ from helpers_agentic import FakeEngine, Reply
 from helpers_tau2 import CONFIG, FakeDesk
 from tau2.data_model.message import AssistantMessage, UserMessage
 
-from agentic.common.clients import close_clients
 from agentic.common.errors import InfrastructureError, RoleBadResponse
 from agentic.common.roles import Role
 from agentic.toolorchestra.environment import Observation, ToolCall
@@ -57,7 +56,6 @@ async def test_thoughts_are_neither_recorded_nor_read_for_markers() -> None:
         assert await episode.say("Which?") == Observation("user", ("Thank you.",))
         assert await episode.say("Bye.") == Observation("end")
         shown = [json.dumps(request.body["messages"]) for request in engine.requests]
-        await close_clients()
     assert [m.content for m in episode.messages if isinstance(m, UserMessage)] == [
         "A task, please.",
         "Thank you.",
@@ -75,7 +73,6 @@ async def test_what_the_model_is_shown() -> None:
         await episode.act([ToolCall("get_users", {})])
         await episode.say("Which title?")
         first, second = (request.body["messages"] for request in engine.requests)
-        await close_clients()
     assert first[0]["content"].startswith(guidelines(False)) and str(TASK.user_scenario) in first[0]["content"]
     assert "<tool_call>" not in first[0]["content"] and "<message>" not in first[0]["content"]
     assert first[1:] == [{"role": "user", "content": "Hi! How can I help you today?"}]
@@ -90,7 +87,6 @@ async def test_a_useless_message_is_asked_for_again(useless: str) -> None:
         again = engine.requests[1].body["messages"]
         await episode.say("Done.")
         after = engine.requests[2].body["messages"]
-        await close_clients()
     assert episode.messages[1].content == "A task, please."
     assert again[-1]["content"].startswith("(Your last message could not be used: ")
     # The question itself leaves no trace.
@@ -101,7 +97,6 @@ async def test_a_user_that_stays_silent_is_an_infrastructure_failure() -> None:
     with FakeEngine(lambda prompt: "") as engine:
         with pytest.raises(RoleBadResponse, match="no usable user message in 3 attempts") as caught:
             await episode_with(engine)
-        await close_clients()
     assert caught.value.reason == "role_bad_response:user" and len(engine.requests) == MOST_ASKS
 
 
@@ -109,7 +104,6 @@ async def test_a_user_that_is_down_is_an_infrastructure_failure() -> None:
     with FakeEngine(lambda prompt: Reply("no", status=503)) as engine:
         with pytest.raises(InfrastructureError, match="role_unavailable:user"):
             await episode_with(engine)
-        await close_clients()
 
 
 def call_text(name: str, **arguments: Any) -> str:
@@ -129,7 +123,6 @@ async def test_the_user_has_tools_of_its_own() -> None:
         assert await episode.say("Airplane mode?") == Observation("user", ("Airplane mode is off.",))
         system = engine.requests[0].body["messages"][0]["content"]
         seen = engine.requests[2].body["messages"]
-        await close_clients()
     assert system.startswith(guidelines(True)) and '"name": "toggle_airplane_mode"' in system
     assert len(domain_facts("telecom").user_tools) == 30
     assert seen[-1]["content"].startswith("<tool_response>\n") and seen[-2]["content"].startswith(
@@ -149,7 +142,6 @@ async def test_a_malformed_call_of_the_user_is_asked_for_again(bad: str) -> None
     with FakeEngine(Script(bad, "No data.")) as engine:
         episode = await episode_with(engine, "telecom", TELECOM)
         reminder = engine.requests[1].body["messages"][-1]["content"]
-        await close_clients()
     assert episode.messages[1].content == "No data." and len(episode.messages) == 2
     assert "refuel_data" in reminder or "arguments" in reminder
 

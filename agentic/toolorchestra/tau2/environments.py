@@ -175,6 +175,8 @@ def replay_gold(domain: str, task: Task) -> StateHashes:
     for action in (criteria.actions if criteria else None) or []:
         try:
             environment.make_tool_call(action.name, requestor=action.requestor, **deepcopy(action.arguments))
-        except Exception:  # noqa: BLE001 - tools raise whatever they like; 23 reference actions of retail do
+        # As the package's evaluator, whose hashes these must equal: its tools raise whatever they like (23 of retail's reference
+        # actions do), and what an action did before it failed counts.
+        except Exception:  # noqa: BLE001
             continue
     return state_hashes(environment)

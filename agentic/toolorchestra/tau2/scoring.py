@@ -97,7 +97,8 @@ def _score(
         state = judge_state()
         action = ActionEvaluator.calculate_reward(task, list(messages))
         communicate = CommunicateEvaluator.calculate_reward(task, list(messages))
-    # The evaluators and the assertion methods of the domains raise whatever they like, and it must not end the run.
+    # A boundary to foreign code: evaluators and assertion methods of the domains raise whatever they like. One task that cannot be
+    # judged is counted as such, with the error, and is no reward of 0 (`evaluated`).
     except Exception as error:  # noqa: BLE001
         shown = f"{type(error).__name__}: {str(error)[:500]}"
         logger.warning("%s: evaluating task '%s' of %s raised %s", EVAL_EXCEPTION, task.id, domain, shown)

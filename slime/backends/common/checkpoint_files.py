@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from slime.backends.common.hf_files import replace_directory
+from slime.utils import accelerator
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +86,9 @@ def rng_state() -> dict[str, Any]:
             float(gauss),
         ),
     }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
+    kind = accelerator.device_type()
+    if kind != "cpu":
+        state[kind] = accelerator.get_rng_state()
     return state
 
 
@@ -96,8 +98,9 @@ def set_rng_state(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
     version, keys, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((version, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
-    if torch.cuda.is_available() and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])
+    kind = accelerator.device_type()
+    if kind != "cpu" and kind in state:
+        accelerator.set_rng_state(state[kind])
 
 
 # ---- saving ----

@@ -19,6 +19,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from slime.utils import accelerator
+from slime.utils.distributed_utils import init_process_group
+
 
 @dataclass(frozen=True)
 class DistContext:
@@ -36,16 +39,14 @@ class DistContext:
 
 def pick_device() -> torch.device:
     """The GPU that this process may use (Ray hides the others), else the CPU."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    index = int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+    index = int(os.environ.get("LOCAL_RANK", 0)) % accelerator.device_count()
+    accelerator.set_device(index)
+    return accelerator.device(index)
 
 
 def communication_backend(args: Namespace, device: torch.device) -> str:
-    """Name of the torch.distributed back end: the flag, else gloo on CPU and NCCL on GPU."""
-    return args.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
+    """Name of the torch.distributed back end: the flag, else the device's own (gloo on CPU, NCCL on GPU)."""
+    return args.distributed_backend or accelerator.process_group_backend()
 
 
 def init_distributed(args: Namespace) -> DistContext:
@@ -77,27 +78,8 @@ def all_reduce_sums(
 def new_external_group(
     backend: str, address: str, port: int, rank: int, world_size: int, name: str, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """Open a group with processes outside the training group (the inference engines).
-
-    `dist.new_group` can only take ranks of the default group, so the group is built on a store of its own. Blocks until all
-    `world_size` members have joined; rank 0 hosts the store. Raises torch's `DistStoreError` after `timeout`.
-    """
-    from torch.distributed.distributed_c10d import (
-        Backend,
-        GroupName,
-        PrefixStore,
-        _new_process_group_helper,
-        _world,
-        rendezvous,
-    )
-
-    store, rank, world_size = next(rendezvous(f"tcp://{address}:{port}", rank, world_size, timeout=timeout))
-    store.set_timeout(timeout)
-    group, _ = _new_process_group_helper(
-        world_size, rank, [], Backend(backend), PrefixStore(name, store), group_name=GroupName(name), timeout=timeout
-    )
-    _world.pg_group_ranks[group] = {i: i for i in range(world_size)}
-    return group
+    """A group with processes outside the training group (the inference engines); rank 0 hosts its store."""
+    return init_process_group(backend, f"tcp://{address}:{port}", timeout, world_size, rank, group_name=name)
 
 
 def exit_worker(code: int = 0) -> None:

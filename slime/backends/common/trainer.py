@@ -20,6 +20,7 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,9 @@ from slime.backends.common.distributed import DistContext, all_reduce_sums
 from slime.backends.common.hf_files import require_hf_dir
 from slime.backends.common.update_weight import EngineSet, Wait, WeightSource, WeightUpdater, ray_wait
 from slime.observability import logging_utils
+from slime.observability.profile_utils import TrainProfiler
 from slime.observability.train_data_utils import save_debug_train_data
+from slime.utils import accelerator
 from slime.utils.misc import load_function
 
 logger = logging.getLogger(__name__)
@@ -116,7 +119,15 @@ class Trainer(abc.ABC):
             with timed(perf, "actor_train_time"):
                 steps = [self._train_step(rollout_id, number, data, plan) for number, plan in enumerate(plans)]
             self._refresh_reference(rollout_id)
+        self.profiler.step(rollout_id)
         return {**steps[-1], **perf}
+
+    @cached_property
+    def profiler(self) -> TrainProfiler:
+        """Records what the flags ask for, from its first use on."""
+        profiler = TrainProfiler(self.args)
+        profiler.on_init_end()
+        return profiler
 
     def update_weights(
         self,
@@ -139,8 +150,7 @@ class Trainer(abc.ABC):
 
     def clear_memory(self) -> None:
         """Return cached device memory."""
-        if self.context.device.type == "cuda":
-            torch.cuda.empty_cache()
+        accelerator.empty_cache()
 
     def shutdown(self) -> None:
         """Leave all process groups. The process should then end through `distributed.exit_worker`."""

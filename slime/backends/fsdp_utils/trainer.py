@@ -89,7 +89,7 @@ class FSDPTrainer(Trainer):
     @torch.no_grad()
     def _log_probs_and_entropy(self, model: PolicyModel, data: Batch) -> tuple[Rows, Rows]:
         log_probs, entropy = ([torch.zeros_like(mask_R) for mask_R in data["loss_masks"]] for _ in range(2))
-        for rows, packed in iter_micro_batches(data):
+        for rows, packed in self.profiler.iterate_train_log_probs(iter_micro_batches(data)):
             values = model(packed, self.args.rollout_temperature, self._chunk_size())
             for column, values_N in zip((log_probs, entropy), values, strict=True):
                 for i, value_R in zip(rows, packed.scatter(values_N), strict=True):
@@ -99,7 +99,7 @@ class FSDPTrainer(Trainer):
 
     def _accumulate(self, data: Batch, plan: StepPlan, normaliser: float) -> dict[str, torch.Tensor]:
         sums: dict[str, torch.Tensor] = {}
-        for rows in plan.micro_batches:
+        for rows in self.profiler.iterate_train_actor(plan.micro_batches):
             value, report = self._micro_batch_loss(data, rows)
             # FSDP averages gradients over the ranks.
             factor = loss.loss_factor(self.args, plan.global_batch_size, normaliser) * self.context.world_size

@@ -12,6 +12,9 @@ from __future__ import annotations
 
 import argparse
 import logging
+import multiprocessing
+import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,10 +24,13 @@ from slime.backends.sglang_utils.arguments import log_dir, server_options
 from slime.backends.sglang_utils.errors import EngineError
 from slime.backends.sglang_utils.owned_process import base_url
 from slime.backends.sglang_utils.server import ServerSpec, SGLangServer
+from slime.utils.http_utils import terminate_process
 
 logger = logging.getLogger(__name__)
 
 LOCALHOST = "127.0.0.1"
+LAUNCH_TIMEOUT_S = 600.0
+POLL_S = 2.0
 WORKER_TYPES = ("regular", "prefill", "decode")
 # Options of an external engine that must be as ours, for its log-probs and weights to be usable.
 CHECKED_OPTIONS = ("trust-remote-code", "quantization", "kv-cache-dtype")
@@ -37,6 +43,40 @@ def get_base_gpu_id(args: argparse.Namespace, rank: int) -> int:
     if not (args.colocate or args.debug_rollout_only):
         offset = args.actor_num_nodes * args.actor_num_gpus_per_node
     return int((offset + rank * args.rollout_num_gpus_per_engine) % per_node)
+
+
+def launch_server_process(server_args: Any) -> multiprocessing.Process:
+    """A server from SGLang's own `ServerArgs`, in a process of ours; returns when it generates.
+
+    Only the first node of an engine answers requests, so for another `node_rank` it returns at once. The caller ends the process
+    (`http_utils.terminate_process`). Raises RuntimeError when it ends before it is ready, TimeoutError after ten minutes.
+    """
+    spec = ServerSpec(
+        server_args.model_path, server_args.host, server_args.port, {"device": server_args.device}, Path()
+    )
+    process = multiprocessing.get_context("spawn").Process(target=_serve, args=(server_args,))
+    inherited = dict(os.environ)
+    os.environ.update(spec.environment(inherited))
+    try:
+        process.start()  # an interpreter of its own, which finds the stand-ins of a CPU machine through its environment
+    finally:
+        os.environ.clear()
+        os.environ.update(inherited)
+    url, deadline = base_url(server_args.host, server_args.port), time.monotonic() + LAUNCH_TIMEOUT_S
+    while server_args.node_rank == 0 and not server_control.health_generate(url):
+        if not process.is_alive():
+            raise RuntimeError(f"SGLang server {url} ended with status {process.exitcode} before it was ready")
+        if time.monotonic() > deadline:
+            terminate_process(process)
+            raise TimeoutError(f"SGLang server {url} was not ready after {LAUNCH_TIMEOUT_S:g} s")
+        time.sleep(POLL_S)
+    return process  # type: ignore[return-value]
+
+
+def _serve(server_args: Any) -> None:
+    from sglang.launch_server import run_server
+
+    run_server(server_args)
 
 
 class SGLangEngine:

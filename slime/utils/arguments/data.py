@@ -38,6 +38,8 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
         default="qwen",
         help="how supervised conversations are masked",
     )
+    text = "train the first token of the next turn too: for models that stop with it (GLM)"
+    add("--train-boundary-token", action="store_true", help=text)
     _add_batch_arguments(parser)
 
 

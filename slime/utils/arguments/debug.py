@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from slime.utils.arguments.parser import reset_arg
+
 
 def add_debug_arguments(parser: argparse.ArgumentParser) -> None:
     """Register the flags of this group."""
@@ -23,3 +25,18 @@ def add_debug_arguments(parser: argparse.ArgumentParser) -> None:
         help="fail when the first sync changes the engines' weights",
     )
     add("--load-debug-rollout-data-subsample", type=float, default=None, help="fraction of the recording to use")
+    _add_profile_arguments(parser)
+
+
+def _add_profile_arguments(parser: argparse.ArgumentParser) -> None:
+    add, targets = parser.add_argument, ["train_overall", "train_actor", "train_log_probs"]
+    reset_arg(parser, "--use-pytorch-profiler", action="store_true", help="record where the training ranks' time goes")
+    add("--profile-target", nargs="+", choices=targets, default=targets[:1], help="what is recorded")
+    reset_arg(parser, "--profile-step-start", type=int, default=10, help="rollouts trained before the record starts")
+    reset_arg(parser, "--profile-step-end", type=int, default=12, help="rollouts trained when it ends")
+    reset_arg(parser, "--record-memory-history", action="store_true", help="record the training ranks' memory")
+    add(
+        "--memory-recorder", choices=["torch", "memray"], default="torch", help="torch: GPU memory; memray: the host's"
+    )
+    add("--memory-snapshot-num-steps", type=int, default=None, help="rollouts after which the memory is written")
+    add("--memory-snapshot-dir", default=".", help="directory for profiles and memory snapshots")

@@ -12,7 +12,6 @@ from typing import Any
 
 _MEGATRON = "only --train-backend megatron has it, which is not available in this version"
 _PATCHED = "it needs an engine with /pull_weights, which SGLang does not have; use --update-weight-transport disk"
-_PROFILER = "use torch.profiler or py-spy on the training process"
 
 # Flag -> (type, default, choices, several values, why not). Type bool is a switch.
 _FLAGS: dict[str, tuple[type, Any, tuple[str, ...], bool, str]] = {
@@ -35,11 +34,6 @@ _FLAGS: dict[str, tuple[type, Any, tuple[str, ...], bool, str]] = {
     "--ref-ckpt-step": (int, None, (), False, "--ref-load names a model directory here; give that of the iteration"),
     "--keep-old-actor": (bool, False, (), False, _MEGATRON),
     "--log-probs-max-tokens-per-gpu": (int, None, (), False, "forward passes use --max-tokens-per-gpu"),
-    "--memory-snapshot-dir": (str, ".", (), False, _PROFILER),
-    "--memory-snapshot-num-steps": (int, None, (), False, _PROFILER),
-    "--memory-recorder": (str, "torch", ("torch", "memray"), False, _PROFILER),
-    "--record-memory-history": (bool, False, (), False, _PROFILER),
-    "--profile-target": (str, ["train_overall"], ("train_overall", "train_actor", "train_log_probs"), True, _PROFILER),
     "--http-proxy": (str, None, (), False, "engines are asked directly, never through a proxy"),
     "--use-distributed-post": (bool, False, (), False, "one process posts; use more engines' own concurrency"),
     "--data-pad-size-multiplier": (int, 128, (), False, "rows are packed without padding with --train-backend fsdp"),

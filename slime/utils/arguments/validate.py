@@ -18,7 +18,7 @@ import yaml
 from slime.utils.arguments.model_shape import set_model_shape
 from slime.utils.arguments.unavailable import refuse_unavailable
 from slime.utils.arguments.validate_algo import resolve_algorithm
-from slime.utils.arguments.validate_cluster import resolve_debug_modes, resolve_placement
+from slime.utils.arguments.validate_cluster import check_profiler, resolve_debug_modes, resolve_placement
 from slime.utils.data import check_prompt_file
 from slime.utils.eval_config import build_eval_dataset_configs, ensure_dataset_list
 
@@ -60,6 +60,7 @@ _MINIMA: dict[str, int] = {
     "save_interval": 1,
     "eval_interval": 1,
     "ref_update_interval": 1,
+    "memory_snapshot_num_steps": 1,
     "distributed_timeout_minutes": 1,
     "update_weight_buffer_size": 1,
     "lr": 0,
@@ -78,6 +79,7 @@ def slime_validate_args(args: Namespace) -> None:
     _check_checkpoints(args)
     refuse_unavailable(args)
     resolve_debug_modes(args)
+    check_profiler(args)
     resolve_placement(args)
     _resolve_lengths(args)
     _resolve_batches(args)

@@ -5,6 +5,7 @@ Both functions change `args` in place and raise ValueError, or AssertionError fo
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from argparse import Namespace
 
@@ -38,6 +39,29 @@ def resolve_debug_modes(args: Namespace) -> None:
         raise ValueError(
             f"--save-debug-train-data {args.save_debug_train_data}: same path as --save-debug-rollout-data"
         )
+
+
+def check_profiler(args: Namespace) -> None:
+    """Flags of the profiler have an effect, and the recorder works here."""
+    if not args.use_pytorch_profiler and args.profile_target != ["train_overall"]:
+        raise ValueError(f"--profile-target {' '.join(args.profile_target)}: needs --use-pytorch-profiler")
+    if args.use_pytorch_profiler and not 0 <= args.profile_step_start < args.profile_step_end:
+        raise ValueError(
+            f"--profile-step-start {args.profile_step_start}: must be at least 0 and less than "
+            f"--profile-step-end {args.profile_step_end}"
+        )
+    if not args.record_memory_history:
+        if args.memory_snapshot_num_steps is not None:
+            raise ValueError("--memory-snapshot-num-steps: needs --record-memory-history")
+        return
+    if args.memory_snapshot_num_steps is None:
+        raise ValueError("--record-memory-history: needs --memory-snapshot-num-steps, when to write it")
+    if args.memory_recorder == "torch" and not args.use_gpu:
+        raise ValueError(
+            "--memory-recorder torch: records GPU memory and there is no GPU; use --memory-recorder memray"
+        )
+    if args.memory_recorder == "memray" and importlib.util.find_spec("memray") is None:
+        raise ValueError("--memory-recorder memray: needs the package memray (pip install memray)")
 
 
 def resolve_placement(args: Namespace) -> None:
