@@ -22,6 +22,7 @@ PROGRAMS = {
     "quickstart": "tools/quickstart.py",
     "make_flag_docs": "tools/make_flag_docs.py",
     "make_requirements": "tools/make_requirements.py",
+    "make_capability_docs": "tools/make_capability_docs.py",
     "serve_roles": "tools/serve_roles.py",
     "checkpoints.py": "tools/checkpoints.py",
     "gpu_check.sh": "benchmarks.gpu.run",
@@ -190,14 +191,11 @@ def test_flags_in_the_text_are_accepted(page: Path) -> None:
     assert not unknown, f"{relative(page)}: {unknown}"
 
 
-def run_flag_docs(*flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "tools/make_flag_docs.py"), *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
-
-
-def test_generated_pages_are_up_to_date() -> None:
-    ran = run_flag_docs("--check")
-    assert ran.returncode == 0, ran.stderr
+@pytest.mark.parametrize("tool", ["make_flag_docs", "make_capability_docs"])
+def test_generated_pages_are_up_to_date(tool: str) -> None:
+    command = [sys.executable, str(ROOT / f"tools/{tool}.py"), "--check"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr + ran.stdout
 
 
 def test_every_flag_is_documented() -> None:

@@ -188,10 +188,17 @@ def get_host_info() -> tuple[str, str]:
 
 
 def run_router(args: Any) -> None:
-    """Run sglang-router in this process until it ends; `args` is a `RouterArgs`. For a process of one's own."""
+    """Run sglang-router in this process until it ends; `args` is a `RouterArgs`. For a process of one's own.
+
+    Raises RuntimeError when it cannot start, whatever the reason, and when it ends.
+    """
     from sglang_router.launch_router import launch_router
 
-    if launch_router(args) is None:
+    try:
+        router = launch_router(args)
+    except (TypeError, ValueError, OSError, RuntimeError) as error:
+        raise RuntimeError(f"the router cannot start: {error}") from error
+    if router is None:
         raise RuntimeError("the router ended")
 
 

@@ -77,6 +77,13 @@ def _destroy() -> Callable[..., Any]:
     return _original.get("destroy_process_group", torch.distributed.destroy_process_group)
 
 
+def _tables() -> list[dict[Any, Any]]:
+    """What torch knows of its groups, by group."""
+    from torch.distributed.distributed_c10d import _world
+
+    return [_world.pg_map, _world.pg_names, _world.pg_group_ranks, _world.pg_backend_config]
+
+
 class _NotAMember:
     """A group that this rank only helps to make: making one is collective over all ranks."""
 
@@ -118,7 +125,7 @@ class ReloadableProcessGroup(torch.distributed.ProcessGroup):
         creation_kwargs: Mapping[str, Any] | None = None,
         backend: str = "nccl",
     ) -> None:
-        super().__init__(group.rank(), group.size())
+        super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
         self._ranks, self._backend = list(ranks), backend
         self._creation_args, self._creation_kwargs = tuple(creation_args), dict(creation_kwargs or {})
         self._rank, self._size, self._name = group.rank(), group.size(), group.group_name
@@ -146,12 +153,10 @@ class ReloadableProcessGroup(torch.distributed.ProcessGroup):
 
     def _adopt(self, group: torch.distributed.ProcessGroup) -> None:
         """Make torch's tables, which are keyed by group, know the wrapper by what they know of the group."""
-        from torch.distributed.distributed_c10d import _world
-
         self._group = group
-        for table in (_world.pg_map, _world.pg_names, _world.pg_group_ranks, _world.pg_backend_config):
+        for table in _tables():
             if group in table:
-                table[self] = table[group]  # type: ignore[index]
+                table[self] = table[group]
 
     def open(self) -> None:
         """Open the group if it is closed. Collective."""
@@ -167,11 +172,9 @@ class ReloadableProcessGroup(torch.distributed.ProcessGroup):
 
     def invalidate(self) -> None:
         """Forget the group; the caller closes it."""
-        from torch.distributed.distributed_c10d import _world
-
         self._group = None
-        for table in (_world.pg_map, _world.pg_names, _world.pg_group_ranks, _world.pg_backend_config):
-            table.pop(self, None)  # type: ignore[call-overload]
+        for table in _tables():
+            table.pop(self, None)
 
     @property
     def inner(self) -> torch.distributed.ProcessGroup:
@@ -222,13 +225,17 @@ def _forward(name: str) -> Callable[..., Any]:
     return operation
 
 
+def _forward_property(name: str) -> property:
+    return property(lambda self: getattr(self.inner, name))
+
+
 def _forward_everything() -> None:
     """Give the class every operation and property of a process group that it does not define itself."""
     for name, member in inspect.getmembers(torch.distributed.ProcessGroup):
         if name.startswith("__") or name in vars(ReloadableProcessGroup) or inspect.isclass(member):
             continue
         if isinstance(member, property):
-            setattr(ReloadableProcessGroup, name, property(lambda self, name=name: getattr(self.inner, name)))
+            setattr(ReloadableProcessGroup, name, _forward_property(name))
         elif callable(member) and not name.startswith("_pybind11"):
             setattr(ReloadableProcessGroup, name, _forward(name))
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from helpers_fsdp import make_args
 
-from slime.backends.fsdp_utils import loss, update_weight
-from slime.backends.fsdp_utils.advantages import compute_advantages_and_returns
-from slime.backends.fsdp_utils.batches import take_rows
+from slime.backends.common import loss, update_weight
+from slime.backends.common.advantages import compute_advantages_and_returns
+from slime.backends.common.batches import take_rows
 from slime.backends.fsdp_utils.trainer import FSDPTrainer
 
 HERE = __name__
@@ -160,7 +160,7 @@ def test_reducer_factory_serves_the_policy_loss_only() -> None:
 def test_custom_loss_sees_batch_logits_and_reducer() -> None:
     args = make_args("x", loss_type="custom_loss", custom_loss_function_path=f"{HERE}.own_loss")
     batch, logits = micro_batch(args), torch.full((1, 9, 4), 0.5)
-    value, metrics = loss.custom_loss(args, batch, logits, loss.make_reducer(args, batch))
+    value, metrics = loss.custom_loss(args, batch, logits)
     assert CALLS[0][0] is args and CALLS[0][1] is batch and CALLS[0][2] is logits
     assert {"tokens", "unconcat_tokens", "response_lengths", "total_lengths", "loss_masks", "advantages"} <= set(batch)
     assert float(value) == pytest.approx(0.5 * 2 / 2 + 0.5 * 2 / 2)
@@ -179,11 +179,10 @@ class Engines:
 
 
 def test_post_write_hook_runs_between_writing_and_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def write(model: Any, folder: Path, source: Path) -> None:
+    def write(folder: Path) -> None:
         folder.mkdir()
         (folder / "model.safetensors").touch()
 
-    monkeypatch.setattr(update_weight, "save_hf", write)
     monkeypatch.setattr(torch.distributed, "barrier", lambda *args: None)
     args = make_args(
         "x",
@@ -193,7 +192,8 @@ def test_post_write_hook_runs_between_writing_and_reading(tmp_path: Path, monkey
     )
     engine = Engines()
     target = update_weight.EngineSet([engine], [1], lambda refs: refs)
-    update_weight.WeightUpdater(args, Namespace(is_main=True)).update(None, target)  # type: ignore[arg-type]
+    source = update_weight.WeightSource(lambda: iter(()), write)
+    update_weight.WeightUpdater(args, Namespace(is_main=True)).update(source, target)  # type: ignore[arg-type]
     folder = str(tmp_path / "weight_v000001")
     assert CALLS[0] == (args, folder, [engine], ["model.safetensors"])
     methods = [call[0] for call in CALLS[1:]]

@@ -10,7 +10,7 @@ import pytest
 from slime.utils.arguments import get_slime_extra_args_provider
 from slime.utils.arguments.parser import SlimeArgumentParser
 from slime.utils.arguments.unavailable import UNAVAILABLE, refuse_unavailable
-from slime.utils.arguments.validate_cluster import resolve_debug_modes, resolve_placement
+from slime.utils.arguments.validate_cluster import check_profiler, resolve_debug_modes, resolve_placement
 
 FULLY_ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 
@@ -57,6 +57,26 @@ def test_mistakes(argv: list[Any], message: str) -> None:
     assert message in str(caught.value)
 
 
+PROFILED = ["--use-pytorch-profiler", "--profile-step-start"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--profile-target", "train_actor"], "needs --use-pytorch-profiler"),
+        ([*PROFILED, 5, "--profile-step-end", 5], "must be at least 0 and less than --profile-step-end 5"),
+        (["--memory-snapshot-num-steps", 2], "needs --record-memory-history"),
+        (["--record-memory-history"], "needs --memory-snapshot-num-steps"),
+        (["--record-memory-history", "--memory-snapshot-num-steps", 2], "there is no GPU"),
+    ],
+)
+def test_profiler_flags_that_would_do_nothing(argv: list[Any], message: str) -> None:
+    args = parse(*argv)
+    args.use_gpu = False
+    with pytest.raises(ValueError, match=message):
+        check_profiler(args)
+
+
 def test_both_debug_modes_exclude_each_other() -> None:
     with pytest.raises(AssertionError, match="--debug-rollout-only and --debug-train-only"):
         placed("--debug-rollout-only", "--load-debug-rollout-data", "{rollout_id}", "--rollout-num-gpus", 1)
@@ -99,7 +119,6 @@ def test_flags_without_a_feature_have_their_default_or_are_errors() -> None:
     for argv, message in (
         (["--update-weight-mode", "delta"], "/pull_weights"),
         (["--enable-mtp-training"], "--train-backend megatron"),
-        (["--profile-target", "train_actor"], "torch.profiler"),
     ):
         with pytest.raises(ValueError, match=message):
             refuse_unavailable(parse(*argv))

@@ -67,7 +67,7 @@ def launch_server_process(server_args: Any) -> multiprocessing.Process:
         if not process.is_alive():
             raise RuntimeError(f"SGLang server {url} ended with status {process.exitcode} before it was ready")
         if time.monotonic() > deadline:
-            terminate_process(process)
+            terminate_process(process)  # type: ignore[arg-type]
             raise TimeoutError(f"SGLang server {url} was not ready after {LAUNCH_TIMEOUT_S:g} s")
         time.sleep(POLL_S)
     return process  # type: ignore[return-value]

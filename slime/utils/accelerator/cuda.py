@@ -27,7 +27,7 @@ class CUDAAccelerator(TorchAccelerator):
 
     def attach_oom_observer(self, callback: Callable[..., None]) -> bool:
         """See the base class."""
-        torch._C._cuda_attach_out_of_memory_observer(callback)
+        torch._C._cuda_attach_out_of_memory_observer(callback)  # type: ignore[attr-defined]
         return True
 
     def supports(self, capability: str) -> bool:

@@ -21,7 +21,7 @@ def musa_module() -> Any:
     if not is_musa_environment():
         raise RuntimeError("torch.musa comes with the package torch_musa, which is not installed")
     importlib.import_module("torch_musa")
-    return torch.musa
+    return torch.musa  # type: ignore[attr-defined]
 
 
 def is_musa_available() -> bool:
