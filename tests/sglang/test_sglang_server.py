@@ -35,7 +35,8 @@ from slime.backends.sglang_utils.errors import EngineError, ServerStartError
 from slime.backends.sglang_utils.owned_process import session_members
 from slime.backends.sglang_utils.router import Router
 from slime.backends.sglang_utils.server import ServerSpec, SGLangServer, default_cpu_options
-from slime.backends.sglang_utils.sglang_engine import SGLangEngine
+from slime.backends.sglang_utils.sglang_engine import SGLangEngine, launch_server_process
+from slime.utils.http_utils import terminate_process
 
 pytestmark = pytest.mark.engine
 
@@ -247,6 +248,19 @@ def test_server_that_cannot_start_shows_its_log(folders: list[Path], tmp_path: P
     with pytest.raises(ServerStartError, match="no-such-flag"):
         broken.wait_ready(120)
     broken.stop()
+
+
+def test_server_from_its_own_arguments(folders: list[Path]) -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    options = {name.replace("-", "_"): value for name, value in default_cpu_options().items()}
+    args = ServerArgs(model_path=str(folders[2]), host="127.0.0.1", port=free_port(), **options)
+    process = launch_server_process(args)
+    try:
+        assert_serves(f"http://127.0.0.1:{args.port}", tiny_model(2))
+    finally:
+        terminate_process(process, timeout=20)
+    assert not process.is_alive() and not server_control.health_generate(f"http://127.0.0.1:{args.port}")
 
 
 def test_engine_life_cycle(folders: list[Path], tmp_path: Path) -> None:
