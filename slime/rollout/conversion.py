@@ -87,7 +87,7 @@ def _has_failed(sample: Sample) -> bool:
 
 def _is_excluded(args: Namespace, sample: Sample) -> bool:
     """Whether the sample neither counts in statistics nor is trained. A custom reward hook may not need `reward`."""
-    unscored = sample.reward is None and not args.custom_reward_post_process_path
+    unscored = sample.reward is None and not getattr(args, "custom_reward_post_process_path", None)
     return _has_failed(sample) or unscored
 
 
@@ -171,7 +171,7 @@ def post_process_rewards(args: Namespace, samples: Sequence[Sample]) -> tuple[li
 
     Raises ValueError for a missing group, samples of one rollout with different rewards, or a reward that is no number.
     """
-    if args.custom_reward_post_process_path:
+    if getattr(args, "custom_reward_post_process_path", None):
         return _custom_rewards(args, samples)
     raw = [_reward_value(args, sample) for sample in samples]
     if args.rewards_normalization and args.advantage_estimator in _GROUP_ESTIMATORS:
@@ -273,7 +273,7 @@ def convert_samples_to_train_data(args: Namespace, samples: Sequence[Sample]) ->
     if not samples:
         raise ValueError("the rollout returned no samples; check the rollout function and its filters")
     assign_rollout_ids(samples)
-    path = args.custom_convert_samples_to_train_data_path
+    path = getattr(args, "custom_convert_samples_to_train_data_path", None)
     data = load_function(path)(args, samples) if path else _default_rows(args, samples)
     _check_rows(data, path or "conversion")
     return data

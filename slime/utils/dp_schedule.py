@@ -94,7 +94,7 @@ def _equal_flops(args: Any, lengths: list[int], count: int) -> list[list[int]]:
 def _assign_to_ranks(args: Any, bins: list[list[int]], dp_size: int, total_lengths: list[int]) -> list[list[int]]:
     """Numbers of the micro-batches of each rank: strided, or equal counts with nearly equal sums of tokens or FLOPs."""
     by_flops = getattr(args, "balance_by_flops", False)
-    if not (args.balance_data or by_flops):
+    if not (getattr(args, "balance_data", False) or by_flops):
         return [list(range(rank, len(bins), dp_size)) for rank in range(dp_size)]
     lengths = [[total_lengths[position] for position in members] for members in bins]
     weights = [calculate_fwd_flops(row, args) if by_flops else sum(row) for row in lengths]

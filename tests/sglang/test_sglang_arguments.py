@@ -10,6 +10,7 @@ from slime.backends.sglang_utils.arguments import (
     add_sglang_arguments,
     router_options,
     server_options,
+    validate_args,
     validate_sglang_args,
 )
 from slime.backends.sglang_utils.server import default_cpu_options
@@ -60,13 +61,30 @@ def test_gpu_options_hold_nothing_of_the_cpu() -> None:
         (["--sglang-server-concurrency", "0"], {}, "--sglang-server-concurrency is 0"),
         (["--sglang-router-ip", "10.0.0.1"], {}, "needs --sglang-router-port"),
         ([], {"gpus_per_engine": 2}, "without a GPU an engine is one process"),
-        (["--sglang-pp-size", "2"], {"use_gpu": True, "gpus_per_engine": 3}, "not divisible by --sglang-pp-size 2"),
-        (["--sglang-dp-size", "2"], {"use_gpu": True}, "--sglang-enable-dp-attention"),
     ],
 )
 def test_bad_values_name_flag_and_remedy(argv: list[str], kwargs: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse(*argv, **kwargs)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("argv", "gpus", "message"),
+    [
+        (["--sglang-pp-size", "2"], 3, "not divisible by --sglang-pp-size 2"),
+        (["--sglang-dp-size", "2"], 1, "--sglang-enable-dp-attention"),
+    ],
+)
+def test_parallel_sizes_that_do_not_fit(argv: list[str], gpus: int, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        parse(*argv, use_gpu=True, gpus_per_engine=gpus)
+
+
+def test_both_spellings_of_a_size_agree_and_missing_ones_stay_missing() -> None:
+    args = argparse.Namespace(rollout_num_gpus_per_engine=4, sglang_pp_size=2, sglang_data_parallel_size=1)
+    validate_args(args)
+    assert (args.sglang_pipeline_parallel_size, args.sglang_dp_size, args.sglang_tp_size) == (2, 1, 2)
+    assert not hasattr(args, "sglang_moe_dp_size")
 
 
 def test_ipv6_router_gets_brackets() -> None:

@@ -177,20 +177,24 @@ def sglang_parse_args() -> argparse.Namespace:
 
 
 def validate_sglang_args(args: argparse.Namespace) -> None:
-    """Checks the flags and derives `args.sglang_tp_size`. Raises ValueError naming flag, value and remedy."""
+    """Checks the flags and derives `args.sglang_tp_size`.
+
+    Raises ValueError, for parallel sizes that do not fit AssertionError; both name flag, value and remedy.
+    """
     for flag in ("sglang_server_concurrency", "sglang_startup_timeout_secs", "sglang_router_request_timeout_secs"):
-        if getattr(args, flag) <= 0:
+        if getattr(args, flag, 1) <= 0:
             raise ValueError(f"--{flag.replace('_', '-')} is {getattr(args, flag)}: give a number above 0")
-    if args.sglang_router_ip is not None and args.sglang_router_port is None:
-        raise ValueError(f"--sglang-router-ip {args.sglang_router_ip} needs --sglang-router-port as well")
-    if args.sglang_router_ip is not None and ":" in args.sglang_router_ip.strip("[]"):
-        args.sglang_router_ip = f"[{args.sglang_router_ip.strip('[]')}]"
-    starts_router = args.sglang_router_ip is None and not getattr(args, "debug_train_only", False)
-    if starts_router and args.sglang_router_port is not None:
+    ip, port = getattr(args, "sglang_router_ip", None), getattr(args, "sglang_router_port", None)
+    if ip is not None and port is None:
+        raise ValueError(f"--sglang-router-ip {ip} needs --sglang-router-port as well")
+    if ip is not None and ":" in ip.strip("[]"):
+        args.sglang_router_ip = f"[{ip.strip('[]')}]"
+    starts_router = ip is None and not getattr(args, "debug_train_only", False)
+    if starts_router and port is not None:
         try:
-            check_port_free("127.0.0.1", args.sglang_router_port)
+            check_port_free("127.0.0.1", port)
         except ValueError as error:
-            raise ValueError(f"--sglang-router-port {args.sglang_router_port}: {error}") from None
+            raise ValueError(f"--sglang-router-port {port}: {error}") from None
     _validate_parallel_sizes(args)
     _validate_models(args)
 
@@ -217,21 +221,20 @@ def validate_args(args: argparse.Namespace) -> None:
 def _validate_parallel_sizes(args: argparse.Namespace) -> None:
     for short, long in _ALIASES.items():
         _unify(args, short, long)
-    gpus, pipeline = args.rollout_num_gpus_per_engine, args.sglang_pp_size or 1
-    if not args.use_gpu and gpus != 1:
+    gpus, pipeline = args.rollout_num_gpus_per_engine, getattr(args, "sglang_pp_size", None) or 1
+    if not getattr(args, "use_gpu", True) and gpus != 1:
         raise ValueError(
             f"--rollout-num-gpus-per-engine is {gpus}: without a GPU an engine is one process, give 1 "
             "(more engines: --rollout-num-gpus)"
         )
-    if gpus % pipeline:
-        raise ValueError(
-            f"--rollout-num-gpus-per-engine {gpus} is not divisible by --sglang-pp-size {pipeline}: change one of them"
-        )
-    if (args.sglang_dp_size or 1) > 1 and not args.sglang_enable_dp_attention:
-        raise ValueError(
-            f"--sglang-dp-size {args.sglang_dp_size} needs --sglang-enable-dp-attention "
-            "(for independent replicas use more engines: --rollout-num-gpus)"
-        )
+    assert (
+        gpus % pipeline == 0
+    ), f"--rollout-num-gpus-per-engine {gpus} is not divisible by --sglang-pp-size {pipeline}: change one of them"
+    data = getattr(args, "sglang_dp_size", None) or 1
+    assert data == 1 or getattr(args, "sglang_enable_dp_attention", False), (
+        f"--sglang-dp-size {data} needs --sglang-enable-dp-attention "
+        "(for independent replicas use more engines: --rollout-num-gpus)"
+    )
     args.sglang_tp_size = gpus // pipeline
 
 
@@ -239,11 +242,14 @@ _ALIASES = {
     "sglang_dp_size": "sglang_data_parallel_size",
     "sglang_pp_size": "sglang_pipeline_parallel_size",
     "sglang_ep_size": "sglang_expert_parallel_size",
+    "sglang_moe_dp_size": "sglang_moe_data_parallel_size",
 }
 
 
 def _unify(args: argparse.Namespace, short: str, long: str) -> None:
-    """Both spellings of a size hold the same value afterwards; the short one wins."""
+    """Both spellings of a size hold the same value afterwards; the short one wins. A size without a flag stays without."""
+    if not (hasattr(args, short) or hasattr(args, long)):
+        return
     value = getattr(args, short, None)
     if value is None:
         value = getattr(args, long, None)
