@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shlex
@@ -43,7 +44,6 @@ PROGRAMS = {
 }
 # A program with commands of its own; its page names their flags without the program.
 COMMANDS = tuple(f"agentic.toolorchestra.data {command}" for command in ("tau2", "toolscale", "qa", "inspect"))
-CHECKPOINTS = tuple(f"tools/checkpoints.py {command}" for command in ("download", "verify", "evaluate", "upload"))
 LAUNCHERS = tuple(f"agentic.{name}.launch" for name in ("agentflow", "memagent", "toolorchestra"))
 # Switches of our shell scripts, which have no parser.
 SCRIPT_FLAGS = {"scripts/test.sh": "--slow", "scripts/check.sh": "--fix"}
@@ -145,11 +145,22 @@ def flags_of_program(page: Path) -> Iterator[tuple[str, str]]:
 def accepted(program: str) -> frozenset[str]:
     """The flags in the program's own help text."""
     environment = {**os.environ, "COLUMNS": "200"}
-    first, *rest = program.split()
-    command = [sys.executable, *([str(ROOT / first)] if first.endswith(".py") else ["-m", first]), *rest, "--help"]
+    start = [str(ROOT / program)] if program.endswith(".py") else ["-m", *program.split()]
+    command = [sys.executable, *start, "--help"]
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
     return frozenset(_FLAG.findall(ran.stdout))
+
+
+@cache
+def checkpoint_flags() -> frozenset[str]:
+    """The flags of all commands of tools/checkpoints.py."""
+    spec = importlib.util.spec_from_file_location("checkpoints_tool", ROOT / "tools/checkpoints.py")
+    assert spec and spec.loader
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    (commands,) = module.make_parser()._subparsers._group_actions
+    return frozenset(flag for parser in commands.choices.values() for flag in parser._option_string_actions)
 
 
 @cache
@@ -178,14 +189,14 @@ def test_flags_in_the_text_are_accepted(page: Path) -> None:
         if program in ("train.py", "train_async.py"):
             known = train_flags()
         elif program == "checkpoints.py":  # whose `evaluate` takes settings of the launchers as well
-            known = frozenset().union(*map(accepted, (*CHECKPOINTS, *LAUNCHERS)))
+            known = checkpoint_flags().union(*map(accepted, LAUNCHERS))
         elif program:
             known = accepted(PROGRAMS[program])
         else:
             methods = [*LAUNCHERS, *(f"agentic.{name}.eval" for name in ("agentflow", "toolorchestra"))]
             services = [f"agentic.toolorchestra.retrieval.{name}" for name in ("build", "serve")]
-            programs = (PROGRAMS["quickstart"], *methods, *COMMANDS, *services, *CHECKPOINTS, PROGRAMS["gpu_check.sh"])
-            known = train_flags().union(SCRIPT_FLAGS.values(), *map(accepted, programs))
+            programs = (PROGRAMS["quickstart"], *methods, *COMMANDS, *services, PROGRAMS["gpu_check.sh"])
+            known = train_flags().union(checkpoint_flags(), SCRIPT_FLAGS.values(), *map(accepted, programs))
         if flag not in known:
             unknown.append(f"{program} {flag}")
     assert not unknown, f"{relative(page)}: {unknown}"

@@ -211,8 +211,7 @@ def run_upload(args: Namespace, _: dict[str, Entry]) -> int:
 # Command line.
 
 
-def parse_args(argv: list[str]) -> Namespace:
-    own, settings = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+def make_parser() -> Parser:
     parser = Parser(prog="python tools/checkpoints.py", description="Released checkpoints and their data sets.")
     commands = parser.add_subparsers(dest="command", required=True)
     roots = Parser(add_help=False)
@@ -251,6 +250,12 @@ def parse_args(argv: list[str]) -> Namespace:
     add("--public", action="store_true", help="a new repository is private without it")
     add("--card-only", action="store_true", help="write README.md and send nothing")
     add("--endpoint", help="another hub; gets the token")
+    return parser
+
+
+def parse_args(argv: list[str]) -> Namespace:
+    own, settings = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    parser = make_parser()
     args = parser.parse_args(own)
     if settings and args.command != "evaluate":
         parser.error(f"{settings[0]}: only `evaluate` takes settings after `--`")
