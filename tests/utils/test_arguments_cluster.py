@@ -77,6 +77,14 @@ def test_profiler_flags_that_would_do_nothing(argv: list[Any], message: str) -> 
         check_profiler(args)
 
 
+def test_weights_are_compared_on_a_gpu_only() -> None:
+    assert placed("--check-weight-update-equal", "--rollout-num-gpus", 1).check_weight_update_equal
+    args = parse("--check-weight-update-equal", "--rollout-num-gpus", 1)
+    args.use_gpu = False
+    with pytest.raises(ValueError, match="--check-weight-update-equal: the engine compares weights on a GPU only"):
+        resolve_placement(args)
+
+
 def test_both_debug_modes_exclude_each_other() -> None:
     with pytest.raises(AssertionError, match="--debug-rollout-only and --debug-train-only"):
         placed("--debug-rollout-only", "--load-debug-rollout-data", "{rollout_id}", "--rollout-num-gpus", 1)

@@ -22,7 +22,7 @@ def add_debug_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--check-weight-update-equal",
         action="store_true",
-        help="fail when the first sync changes the engines' weights",
+        help="fail when the first sync changes the engines' weights; on a GPU only",
     )
     add("--load-debug-rollout-data-subsample", type=float, default=None, help="fraction of the recording to use")
     _add_profile_arguments(parser)

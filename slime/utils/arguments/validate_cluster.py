@@ -80,6 +80,10 @@ def resolve_placement(args: Namespace) -> None:
         # Without a GPU both sides live in the same memory and there is nothing to release.
         args.offload_rollout = args.colocate and args.use_gpu
     args.offload_train = bool(args.offload_train)
+    if args.check_weight_update_equal and not args.use_gpu:
+        raise ValueError(
+            "--check-weight-update-equal: the engine compares weights on a GPU only; leave it out on a CPU"
+        )
     _check_asynchronous(args)
 
 
