@@ -3,7 +3,7 @@
     python benchmarks/learning.py [METHOD] [--seeds 0 1 2] [--variants agentflow_turn_weighting=token_mean ...] [--output DIR]
 
 Prints one JSON line per variant (without --variants: the method's defaults): success before and after for every seed, greedy
-and at temperature 1, with the mean gain and the smallest one. Exit code 1 unless for every variant, in both, the mean gain
+and at temperature 1, with the mean gain and the smallest one. A variant with several settings has a `+` between them. Exit code 1 unless for every variant, in both, the mean gain
 and every seed's gain reach the limits of the method. All variants of a seed start from the same warm start. A finished run
 in --output is not run again.
 """
@@ -11,38 +11,43 @@ in --output is not run again.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import shutil
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 # Smallest mean gain and smallest gain of a seed, by method.
 LIMITS = {"agentflow": (0.30, 0.20), "memagent": (0.25, 0.20), "toolorchestra": (0.25, 0.20)}
 WARM_START = ("tiny", "world", "warm")
 
 
 def run_seed(method: str, seed: int, variant: str, output: Path) -> dict[str, Any]:
-    """The summary of the quickstart with this seed and setting; CalledProcessError when it fails."""
-    shared, folder = output / f"seed_{seed}", output / f"seed_{seed}" / (variant or "default")
+    """The summary of the quickstart with this seed and these settings; CalledProcessError when it fails."""
+    shared, folder = output / f"seed_{seed}", output / f"seed_{seed}" / (variant.replace("/", "_") or "default")
     command = [sys.executable, str(ROOT / "tools" / "quickstart.py"), method, "--seed", str(seed)]
-    command += ["--output", str(folder), *(["--setting", variant] if variant else [])]
+    settings = [word for pair in variant.split("+") if pair for word in ("--setting", pair)]
+    command += ["--output", str(folder), *settings]
     if not (folder / "summary.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
-        copy_parts(shared, folder)
+        parts = (*WARM_START, *importlib.import_module(f"agentic.{method}.quickstart").FURTHER_MODELS)
+        copy_parts(shared, folder, parts)
         subprocess.run(command, check=True, stdout=sys.stderr)
-        copy_parts(folder, shared)
+        copy_parts(folder, shared, parts)
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     return summary
 
 
-def copy_parts(source: Path, target: Path) -> None:
-    """The warm start and what it was made of, where it is there and not yet here."""
-    for name in WARM_START:
+def copy_parts(source: Path, target: Path, parts: Sequence[str]) -> None:
+    """The warm start, what it was made of and what was made of it, where it is there and not yet here."""
+    for name in parts:
         if (source / name).exists() and not (target / name).exists():
             shutil.copytree(source / name, target / name)
 

@@ -23,27 +23,33 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM, Qwen2Toke
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 # What differs from `make_model`'s defaults. Positions turn slowly where a name must be found a hundred tokens back.
-SHAPES: dict[str, dict[str, Any]] = {"agentflow": {}, "memagent": {"layers": 3, "rope_theta": 1e6}}
+SHAPES: dict[str, dict[str, Any]] = {
+    "agentflow": {},
+    "memagent": {"layers": 3, "rope_theta": 1e6},
+    "toolorchestra": {},
+}
 END, START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 BPE_VOCABULARY = 640
+# Enough for every word of a world whose words cannot be added tokens, as these are broken up in what users and tools say.
+BPE_VOCABULARY_OF_WORDS = 1600
 CONTEXT_LENGTH = 1024
 # Sizes in `start_with_lookup`: of the biases that look back, of the codes written, of the codes compared, of what is copied.
 LOOK_BACK, WRITE_CODE, MATCH, COPY = 7.0, 0.2, 2.0, 0.5
 SLOW = 0.006
 
 
-def train_tokenizer(texts: list[str], whole_pieces: list[str]) -> Qwen2Tokenizer:
-    """Train the BPE on `texts` and keep `whole_pieces` as single tokens."""
+def train_tokenizer(texts: list[str], whole_pieces: list[str], vocabulary: int = BPE_VOCABULARY) -> Qwen2Tokenizer:
+    """Train a BPE of at most `vocabulary` tokens on `texts` and keep `whole_pieces` as single tokens."""
     blank = Qwen2Tokenizer().backend_tokenizer
     core = Tokenizer(models.BPE())
     core.normalizer, core.pre_tokenizer, core.decoder = blank.normalizer, blank.pre_tokenizer, blank.decoder
     alphabet = sorted(_byte_alphabet())
     trainer = trainers.BpeTrainer(
-        vocab_size=BPE_VOCABULARY, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocabulary, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
     )
     core.train_from_iterator(texts, trainer)
     bpe = json.loads(core.to_str())["model"]
@@ -130,6 +136,15 @@ def check_saved_tokenizer(folder: Path, trained: Qwen2Tokenizer, texts: list[str
             raise RuntimeError(f"the saved tokenizer in {folder} disagrees with the trained one on {text!r}")
 
 
+def further_models(method: str) -> list[str]:
+    """Models that the quickstart makes from the warm start, on chat rows of their own."""
+    return list(importlib.import_module(f"agentic.{method}.quickstart").FURTHER_MODELS)
+
+
+def chat_texts(path: Path) -> list[str]:
+    return [message["content"] for line in path.open() for message in json.loads(line)["prompt"]]
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder for the model and the tokenizer")
@@ -149,8 +164,10 @@ def main() -> None:
     tiny_world = importlib.import_module(f"agentic.{args.method}.tiny_world")
     sizes = {name: vars(args)[name] for name in ("n_sft", "n_train", "n_heldout") if vars(args)[name] is not None}
     paths = tiny_world.write_world(args.world_dir, args.seed, **sizes)
-    texts = [message["content"] for line in paths["sft"].open() for message in json.loads(line)["prompt"]]
-    tokenizer = train_tokenizer(texts + ["system", "user", "assistant"], tiny_world.added_tokens())
+    texts = [text for name in ("sft", *further_models(args.method)) for text in chat_texts(paths[name])]
+    vocabulary = BPE_VOCABULARY_OF_WORDS if args.method == "toolorchestra" else BPE_VOCABULARY
+    speakers = ["system", "user", "assistant", *(["tool"] if args.method == "toolorchestra" else [])]
+    tokenizer = train_tokenizer(texts + speakers, tiny_world.added_tokens(), vocabulary)
     shape = SHAPES[args.method]
     model = make_model(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, args.seed, **shape)
     if args.method == "memagent":

@@ -48,7 +48,7 @@ from slime.utils.arguments.parser import SlimeArgumentParser
 from slime.utils.data import check_prompt_file
 from slime.utils.misc import get_free_port
 
-METHODS = ("agentflow", "memagent")
+METHODS = ("agentflow", "memagent", "toolorchestra")
 SFT_BATCH = 16
 # A server binds its port some seconds after we looked. So: below the range from which the system takes ports for outgoing
 # connections, and a random start, which keeps two runs on one machine apart.

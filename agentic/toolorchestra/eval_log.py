@@ -53,20 +53,22 @@ def episode_figures(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def domain_figures(samples: Sequence[Sample]) -> dict[str, dict[str, Any]]:
-    """By domain: mean outcome, pass^k over its tasks, tasks, scored and missing trials."""
+    """By domain: mean outcome, calls per alias, pass^k over its tasks, tasks, scored and missing trials."""
     from agentic.toolorchestra.tau2.pass_hat import pass_hat  # imports tau2, which takes a second
 
     trials: dict[str, dict[str, list[float | None]]] = {}
+    calls: dict[str, Counter[str]] = {}
     for sample in samples:
         outcome = None if sample.status in UNUSABLE else float(sample.metadata["orch"]["outcome"])
         domain = str(sample.metadata.get("domain") or sample.metadata.get("category"))
         trials.setdefault(domain, {}).setdefault(_task(sample), []).append(outcome)
+        calls.setdefault(domain, Counter()).update({} if outcome is None else sample.metadata["orch"]["counts"])
     figures = {}
     for domain, tasks in trials.items():
         result = pass_hat(tasks)
         scored = [outcome for outcomes in tasks.values() for outcome in outcomes if outcome is not None]
         figures[domain] = {"mean": _share(sum(scored), len(scored)), "pass_hat": result.values, "tasks": result.tasks}
-        figures[domain] |= {"trials": result.trials, "missing": result.missing}
+        figures[domain] |= {"trials": result.trials, "missing": result.missing, "calls": dict(calls[domain])}
     return figures
 
 
