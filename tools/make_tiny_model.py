@@ -137,7 +137,7 @@ def check_saved_tokenizer(folder: Path, trained: Qwen2Tokenizer, texts: list[str
 
 
 def further_models(method: str) -> list[str]:
-    """Models that the quickstart makes from the warm start, on chat rows of their own."""
+    """Models that the quickstart makes beside the warm start, on chat rows of their own."""
     return list(importlib.import_module(f"agentic.{method}.quickstart").FURTHER_MODELS)
 
 

@@ -128,6 +128,7 @@ def check(run: Run) -> None:
         raise ValueError(f"--data {run.data}: the tiny model only knows its own world; add --model smollm2")
     if run.data:
         check_prompt_file(str(run.data), "prompt", "label")
+        method_of(run.method).plan(run, server_port)  # what the method asks of the data
 
 
 def claim_folder(run: Run, move_aside: bool) -> None:
@@ -215,13 +216,13 @@ def prepare_model(run: Run) -> None:
 
 
 def warm_start(run: Run) -> None:
-    """Teach the tiny model its roles on scripted traces, and make from it the method's further models, if it has any."""
+    """Teach the tiny model its roles on scripted traces, and make the method's further models, if it has any."""
     recipe = run.recipe
     if run.model != "tiny":
         return
     teach(run, run.output / "tiny", run.start_model, "sft", recipe.sft_rollouts)
     for name, rollouts in method_of(run.method).FURTHER_MODELS.items():
-        teach(run, run.start_model, run.output / name, name, rollouts)
+        teach(run, run.output / "tiny", run.output / name, name, rollouts)
 
 
 def teach(run: Run, base: Path, target: Path, name: str, rollouts: int) -> None:

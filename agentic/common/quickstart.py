@@ -97,7 +97,7 @@ class Method(Protocol):
 
     RECIPES: dict[str, Recipe]
     FURTHER_MODELS: dict[str, int]
-    """Models made from the warm start on rows of their own, `world/<name>.jsonl`: rounds of `sft_rows`."""
+    """Models made like the warm start on rows of their own, `world/<name>.jsonl`: rounds of `sft_rows`."""
     ABOUT: str
     """A sentence for the report: what was trained, and what was not."""
 

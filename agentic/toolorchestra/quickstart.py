@@ -11,11 +11,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from agentic.common.errors import ConfigError
+from agentic.common.evaluation_records import read_records
 from agentic.common.quickstart import MethodPlan, Recipe, Run
 from agentic.toolorchestra import tiny_world
 
 RECIPES = {
-    "tiny": Recipe(48, 8, 8, 2, 2e-4, 200, 8, 512, 8192, sft_rows=1600, sft_rollouts=3, sft_lr=4e-3),
+    "tiny": Recipe(36, 8, 8, 2, 4e-4, 200, 8, 512, 8192, sft_rows=1600, sft_rollouts=3),
     "smollm2": Recipe(2, 2, 4, 1, 1e-6, 4, 64, 4096, 2048, gradient_checkpointing=True),
 }
 FURTHER_MODELS = {"historian": 3, "restorer": 3, "reader": 5}
@@ -43,7 +45,12 @@ FROZEN_MAX_NEW_TOKENS = {"tiny": 12, "smollm2": 64}
 
 
 def plan(run: Run, port: Callable[[], int]) -> MethodPlan:
-    """A server for each expert and the retrieval service; evaluation greedy and at temperature 1."""
+    """A server for each expert and the retrieval service; evaluation greedy and at temperature 1.
+
+    Raises ConfigError when a record of the user's data is no question.
+    """
+    if run.data:
+        _check_data(run.data)
     recipe, retrieval_port = run.recipe, port()
     settings = {
         **SETTINGS[run.model],
@@ -59,6 +66,14 @@ def plan(run: Run, port: Callable[[], int]) -> MethodPlan:
     data = f"{run.data or run.world / 'heldout.jsonl'}@[:{recipe.n_eval}]"
     sets = [{"name": name, "path": data, "temperature": t} for name, t in (("greedy", 0.0), ("sampled", 1.0))]
     return MethodPlan(settings, sets, _roles(run, retrieval_port, port), [retrieval])
+
+
+def _check_data(path: Path) -> None:
+    for where, record in read_records(path):
+        category = (record.get("metadata") or {}).get("category")
+        if category != "qa":
+            wanted = '"metadata": {"category": "qa"}'
+            raise ConfigError(f"{where}: metadata.category is {category!r}; the quickstart asks questions, add {wanted}")
 
 
 def _roles(run: Run, retrieval_port: int, port: Callable[[], int]) -> dict[str, Any]:

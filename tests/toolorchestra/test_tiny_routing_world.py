@@ -9,6 +9,7 @@ import pytest
 import yaml
 from helpers_orchestra_qa import ListRetriever, ScriptedDesk, WordTokenizer
 
+from agentic.common.errors import ConfigError
 from agentic.common.quickstart import Run
 from agentic.common.roles import RoleTable
 from agentic.toolorchestra import quickstart, tiny_world
@@ -146,6 +147,14 @@ def test_plan_has_a_server_for_each_expert_and_a_retrieval_service(tmp_path: Pat
     ]
     (service,) = plan.services
     assert urls[-1].endswith(service[-1]) and str(run.world / "passages.jsonl") in service
+
+
+def test_data_without_a_category_is_refused(tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "a?", "label": "b", "metadata": {"category": "qa"}}\n{"prompt": "c?", "label": "d"}\n')
+    run = Run("toolorchestra", "smollm2", data, 2, 0, tmp_path, quickstart.RECIPES["smollm2"], {})
+    with pytest.raises(ConfigError, match=r"data\.jsonl:2: metadata\.category is None; .*\"qa\""):
+        quickstart.plan(run, lambda: 21000)
 
 
 def test_figures_say_what_a_solved_question_cost_and_who_was_asked() -> None:
