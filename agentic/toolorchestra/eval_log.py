@@ -63,7 +63,7 @@ def domain_figures(samples: Sequence[Sample]) -> dict[str, dict[str, Any]]:
         domain = str(sample.metadata.get("domain") or sample.metadata.get("category"))
         trials.setdefault(domain, {}).setdefault(_task(sample), []).append(outcome)
         calls.setdefault(domain, Counter()).update({} if outcome is None else sample.metadata["orch"]["counts"])
-    figures = {}
+    figures: dict[str, dict[str, Any]] = {}
     for domain, tasks in trials.items():
         result = pass_hat(tasks)
         scored = [outcome for outcomes in tasks.values() for outcome in outcomes if outcome is not None]

@@ -20,7 +20,7 @@ RECIPES = {
     "tiny": Recipe(36, 8, 8, 2, 4e-4, 200, 8, 512, 8192, sft_rows=1600, sft_rollouts=3),
     "smollm2": Recipe(2, 2, 4, 1, 1e-6, 4, 64, 4096, 2048, gradient_checkpointing=True),
 }
-FURTHER_MODELS = {"historian": 3, "restorer": 3, "reader": 5}
+FURTHER_MODELS = {"historian": 3, "restorer": 3, "reader": 4}
 ABOUT = "The experts and the retrieval service are the same before and after: what changed is whom the policy asks."
 ALIASES = Path(__file__).with_name("tiny_aliases.yaml")
 LOOPBACK = "127.0.0.1"
@@ -73,7 +73,9 @@ def _check_data(path: Path) -> None:
         category = (record.get("metadata") or {}).get("category")
         if category != "qa":
             wanted = '"metadata": {"category": "qa"}'
-            raise ConfigError(f"{where}: metadata.category is {category!r}; the quickstart asks questions, add {wanted}")
+            raise ConfigError(
+                f"{where}: metadata.category is {category!r}; the quickstart asks questions, add {wanted}"
+            )
 
 
 def _roles(run: Run, retrieval_port: int, port: Callable[[], int]) -> dict[str, Any]:

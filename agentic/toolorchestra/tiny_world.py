@@ -90,8 +90,8 @@ BIAS = {
 }
 # Likewise for the call after a search of what passages tell; of other kinds the shares stay as in BIAS.
 AFTER_SEARCH = {"room": (0.20, 0.20, 0.60), "donor": (0.20, 0.44, 0.36)}
-DRAWS = 13
-"""Scripted decisions shown for each warm-start question."""
+DRAWS = 11
+"""Scripted rollouts shown for each warm-start question."""
 REPEATS = {"historian": 22, "restorer": 22, "reader": 10}
 """How often the rows of an expert show each object and kind."""
 CALL = '<tool_call>\n{"name": "%s", "arguments": {"model": "'
@@ -189,6 +189,11 @@ class TraceWriter:
             messages.append({"role": "assistant", "content": call_text(answer)})
         return {"prompt": messages}
 
+    def policy_rows(self, problem: Problem) -> list[dict[str, Any]]:
+        """A scripted rollout once for each of its turns: a row's loss is the mean over its tokens, so each turn counts alike."""
+        row = self.policy_row(problem)
+        return [row] * sum(message["role"] == "assistant" for message in row["prompt"])
+
     def _found(self, problem: Problem) -> str:
         kind = problem.kind if problem.kind in PASSAGES else self.rng.choice(list(PASSAGES))
         return self.museum.passage(kind, problem.thing)
@@ -254,7 +259,7 @@ def write_world(
     heldout, rest = problems[:n_heldout], problems[n_heldout:]
     train, sft = rest[:n_train], rest[n_train : n_train + n_sft]
     files: dict[str, list[dict[str, Any]]] = {
-        "sft": [writer.policy_row(problem) for problem in sft for _ in range(DRAWS)],
+        "sft": [row for problem in sft for _ in range(DRAWS) for row in writer.policy_rows(problem)],
         "train": [_record(problem, writer.museum) for problem in train],
         "heldout": [_record(problem, writer.museum) for problem in heldout],
         "passages": writer.museum.passages(),
