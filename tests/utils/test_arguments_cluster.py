@@ -64,6 +64,7 @@ PROFILED = ["--use-pytorch-profiler", "--profile-step-start"]
     ("argv", "message"),
     [
         (["--profile-target", "train_actor"], "needs --use-pytorch-profiler"),
+        (["--use-pytorch-profiler", "--profile-target", "train_overall", "train_actor"], "give it alone"),
         ([*PROFILED, 5, "--profile-step-end", 5], "must be at least 0 and less than --profile-step-end 5"),
         (["--memory-snapshot-num-steps", 2], "needs --record-memory-history"),
         (["--record-memory-history"], "needs --memory-snapshot-num-steps"),

@@ -36,8 +36,10 @@ def row_wise_attention(
     lengths = row_lengths(position_ids)
     rows = zip(*(part.split(lengths, dim=2) for part in (query_1HTD, key_1HTD, value_1HTD)), strict=True)
     outputs = [
-        sdpa_attention_forward(module, *row, _window_mask(length, sliding_window, query_1HTD.device), **options)[0]
-        for length, row in zip(lengths, rows, strict=True)
+        sdpa_attention_forward(
+            module, query, key, value, _window_mask(length, sliding_window, query.device), **options
+        )[0]
+        for length, (query, key, value) in zip(lengths, rows, strict=True)
     ]
     return torch.cat(outputs, dim=1), None
 

@@ -31,7 +31,13 @@ def add_debug_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_profile_arguments(parser: argparse.ArgumentParser) -> None:
     add, targets = parser.add_argument, ["train_overall", "train_actor", "train_log_probs"]
     reset_arg(parser, "--use-pytorch-profiler", action="store_true", help="record where the training ranks' time goes")
-    add("--profile-target", nargs="+", choices=targets, default=targets[:1], help="what is recorded")
+    add(
+        "--profile-target",
+        nargs="+",
+        choices=targets,
+        default=targets[:1],
+        help="what is recorded: all of a rollout's training, or single passes",
+    )
     reset_arg(parser, "--profile-step-start", type=int, default=10, help="rollouts trained before the record starts")
     reset_arg(parser, "--profile-step-end", type=int, default=12, help="rollouts trained when it ends")
     reset_arg(parser, "--record-memory-history", action="store_true", help="record the training ranks' memory")

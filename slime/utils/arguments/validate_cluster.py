@@ -45,6 +45,10 @@ def check_profiler(args: Namespace) -> None:
     """Flags of the profiler have an effect, and the recorder works here."""
     if not args.use_pytorch_profiler and args.profile_target != ["train_overall"]:
         raise ValueError(f"--profile-target {' '.join(args.profile_target)}: needs --use-pytorch-profiler")
+    if "train_overall" in args.profile_target and len(args.profile_target) > 1:
+        raise ValueError(
+            "--profile-target train_overall: covers the others, and profiles cannot overlap; give it alone"
+        )
     if args.use_pytorch_profiler and not 0 <= args.profile_step_start < args.profile_step_end:
         raise ValueError(
             f"--profile-step-start {args.profile_step_start}: must be at least 0 and less than "
