@@ -147,6 +147,29 @@ def test_all_flags_are_known_to_train_py(setting: Setting, monkeypatch: pytest.M
     assert not unknown
 
 
+def test_figures_are_made_of_the_runs_metrics(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics = {
+        "train/engine_kl": [0.001, 0.02],
+        "train/train_rollout_logprob_abs_diff": [0.01, 0.03],
+        "perf/update_weights_time": [9.0, 2e-6],  # the first one opens the group
+        "perf/actor_train_time": [50.0, 3.0, 1.0, 2.0],
+        "train/loss": [1.0, math.nan],
+    }
+    ended = ProbeResult(0, [], setting.folder / "train.log", 1.0, 0, metrics)
+    monkeypatch.setattr(checks, "run_train", lambda *_: ended)
+    engine = {bound.name: bound for bound in CHECKS["engine_fsdp_nccl"](setting)}
+    kl = engine["KL of engine and trainer, nats a token"]
+    assert kl.value == 0.02 and kl.verdict(on_gpu=True) is False
+    assert engine["seconds of a sync for a GB"].value == pytest.approx(2.0)  # 1000 bytes
+    assert engine["mean difference of log-probs, nats"].value == 0.03
+    train = {bound.name: bound for bound in CHECKS["train_fsdp"](setting)}
+    assert train["seconds of a step"].value == 2.0 and train["tokens a second and GPU"].value == 4 * 4096 / 2.0
+    assert train["MFU"].value is None and train["finite losses, share"].verdict(on_gpu=True) is False
+    with pytest.raises(Failed, match="wrote no train/loss"):
+        del metrics["train/loss"]
+        CHECKS["long_fsdp"](setting)
+
+
 def test_two_engines_need_two_gpus(setting: Setting) -> None:
     with pytest.raises(Skip, match="a GPU for the engine and one for the trainer, there is 1"):
         CHECKS["engine_fsdp_nccl"](replace(setting, gpus=1))
