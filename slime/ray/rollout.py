@@ -17,7 +17,8 @@ from typing import Any
 
 import ray
 
-from slime.observability.logging_utils import configure_logger, init_tracking
+from slime.observability.logging_utils import configure_logger, init_tracking, log
+from slime.observability.metric_utils import compute_rollout_step
 from slime.observability.rollout_data_utils import (
     load_debug_rollout_data,
     save_debug_rollout_data,
@@ -28,6 +29,7 @@ from slime.ray.engines import RolloutServer, ServerGroup, start_rollout_servers
 from slime.ray.utils import Lock, as_actor, wait_all
 from slime.rollout import conversion
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
+from slime.rollout.trailing import TrailingRollouts
 from slime.utils.arguments.hooks import ROLLOUT_HOOKS
 from slime.utils.health_monitor import RolloutHealthMonitor
 from slime.utils.http_utils import init_http_client
@@ -56,6 +58,7 @@ class RolloutManager:
         self._lock: Any = None
         self._monitors = []
         self._latest: dict[str, float] = {}
+        self._trailing = TrailingRollouts(args)
 
     def load_inputs(self) -> int | None:
         """Import hooks, read the data set; returns the number of rollouts in an epoch (None without a data set).
@@ -190,7 +193,16 @@ class RolloutManager:
             )
         if self.args.debug_rollout_only:
             return None
-        return self._split_train_data_by_dp(self._convert_samples_to_train_data(samples))
+        data, counts = self._trailing.take(self._convert_samples_to_train_data(samples), self._is_last(rollout_id))
+        if counts:
+            log(self.args, {**counts, "rollout/step": compute_rollout_step(self.args, rollout_id)}, "rollout/step")
+        return self._split_train_data_by_dp(data)
+
+    def _is_last(self, rollout_id: int) -> bool:
+        total = self.args.num_rollout
+        if total is None:  # as the driver derives it from --num-epoch
+            total = (self.get_num_rollout_per_epoch() or 0) * (self.args.num_epoch or 0)
+        return rollout_id + 1 >= total
 
     def eval(self, rollout_id: int) -> None:
         """Evaluate all evaluation sets and log the result; nothing to do without engines."""
@@ -205,12 +217,14 @@ class RolloutManager:
         log_eval_rollout_data(rollout_id, self.args, output.data, output.metrics)
 
     def save(self, rollout_id: int) -> None:
-        """Write the position in the data set that belongs to the checkpoint of `rollout_id`."""
+        """Write what belongs to the checkpoint of `rollout_id`: the position in the data set, rollouts that wait."""
         self.data_source.save(rollout_id)
+        self._trailing.save(rollout_id)
 
     def load(self, rollout_id: int | None = None) -> None:
-        """Go to the position saved for `rollout_id`, if there is one."""
+        """Go to the position saved for `rollout_id`, if there is one, and take up the rollouts that waited."""
         self.data_source.load(rollout_id)
+        self._trailing.load(rollout_id)
 
     def latest(self) -> dict[str, float]:
         """Numbers of the last rollout for a progress bar."""

@@ -65,14 +65,14 @@ def flatten_samples(groups: Iterable[Any]) -> list[Sample]:
     return flat
 
 
-def _unused_ids(taken: Iterable[Any]) -> Iterator[int]:
+def unused_ids(taken: Iterable[Any]) -> Iterator[int]:
     used = set(taken)
     return (i for i in itertools.count() if i not in used)
 
 
 def assign_rollout_ids(samples: Sequence[Sample]) -> None:
     """Gives samples without `rollout_id`, in place, the smallest unused non-negative integers: each is its own rollout."""
-    fresh = _unused_ids(sample.rollout_id for sample in samples)
+    fresh = unused_ids(sample.rollout_id for sample in samples)
     for sample in samples:
         if sample.rollout_id is None:
             sample.rollout_id = next(fresh)
@@ -363,6 +363,14 @@ def _row_multiple(args: Namespace, dp_size: int) -> int:
     return dp_size if args.use_dynamic_batch_size else dp_size * args.micro_batch_size
 
 
+def with_rollouts(data: TrainData) -> TrainData:
+    """A copy (columns copied, rows shared). Without `rollout_ids` each row is its own rollout; mask sums are completed."""
+    copied: TrainData = {key: list(column) for key, column in data.items()}
+    copied.setdefault("rollout_ids", list(range(len(copied["tokens"]))))
+    copied.setdefault("rollout_mask_sums", _mask_sums(copied["rollout_ids"], copied["loss_masks"]))
+    return copied
+
+
 def pad_to_global_batch(args: Namespace, data: TrainData, dp_size: int) -> TrainData:
     """A copy of `data` whose rollouts fill whole optimiser steps and whose steps fill all ranks. Drops nothing.
 
@@ -374,11 +382,9 @@ def pad_to_global_batch(args: Namespace, data: TrainData, dp_size: int) -> Train
     size = args.global_batch_size
     if not size:
         raise ValueError("--global-batch-size (or --num-steps-per-rollout) is not set; training needs one of them")
-    padded: TrainData = {key: list(column) for key, column in data.items()}
-    padded.setdefault("rollout_ids", list(range(len(padded["tokens"]))))
-    padded.setdefault("rollout_mask_sums", _mask_sums(padded["rollout_ids"], padded["loss_masks"]))
+    padded = with_rollouts(data)
     missing = -len(set(padded["rollout_ids"])) % size
-    _append_stubs(padded, list(itertools.islice(_unused_ids(padded["rollout_ids"]), missing)))
+    _append_stubs(padded, list(itertools.islice(unused_ids(padded["rollout_ids"]), missing)))
     multiple = _row_multiple(args, dp_size)
     fillers = []
     for rows in split_into_steps(padded["rollout_ids"], size):

@@ -118,9 +118,7 @@ class RolloutDataSource(DataSource):
         """Restores the position from `--load`; without such a file the data set starts from its beginning."""
         if not self.args.rollout_global_dataset or self.args.load is None:
             return
-        root = Path(self.args.load)
-        # `--load` may name one iteration; positions lie beside the iterations.
-        path = _state_path(root.parent if re.fullmatch(r"iter_\d+", root.name) else root, rollout_id)
+        path = _state_path(checkpoint_root(self.args.load), rollout_id)
         if not path.exists():
             logger.info("no data set position at %s: starting from the beginning", path)
             return
@@ -186,6 +184,12 @@ def pop_first(args: Any, rollout_id: int | None, buffer: list[list[Sample]], num
     taken = buffer[:num_samples]
     del buffer[: len(taken)]
     return taken
+
+
+def checkpoint_root(load: str) -> Path:
+    """The directory that `--load` means: it may name one iteration, and what the rollout side saves lies beside the iterations."""
+    root = Path(load)
+    return root.parent if re.fullmatch(r"iter_\d+", root.name) else root
 
 
 def _state_path(root: str | Path, rollout_id: int | None) -> Path:

@@ -7,8 +7,8 @@ Invariants:
 * every rank has the same number of micro-batches in a step (collectives stay aligned);
 * within the steps every sample is scheduled exactly once.
 
-Rollouts beyond a multiple of `global_batch_size` are left out here; `slime.rollout.conversion.pad_to_global_batch` makes
-that case impossible in training by padding instead. With `balance_by_flops` micro-batches have nearly equal forward FLOPs, and the
+Rollouts beyond a multiple of `global_batch_size` are left out here. In training that case does not occur:
+`slime.rollout.trailing` carries them into the next batch, and `pad_to_global_batch` fills what is left. With `balance_by_flops` micro-batches have nearly equal forward FLOPs, and the
 token budget only decides how many there are.
 """
 

@@ -16,7 +16,7 @@ from slime.backends.common import checkpoint_files as checkpoint
 from slime.backends.common.batches import plan_steps, prepare_rollout_data, take_rows
 from slime.backends.common.hf_files import require_hf_dir
 from slime.backends.common.packing import pack_rows
-from slime.backends.common.schedule import learning_rate
+from slime.backends.common.schedule import learning_rate, planned_steps
 from slime.backends.fsdp_utils.capabilities import check_supported
 
 ROW = st.tuples(st.integers(1, 5), st.lists(st.integers(0, 1), min_size=1, max_size=6))
@@ -149,3 +149,13 @@ def test_options_that_would_be_ignored_are_refused(flags: dict[str, Any], messag
 def test_model_directory_without_config_names_the_flag(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="--hf-checkpoint .*no config.json"):
         require_hf_dir(str(tmp_path), "--hf-checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("mode", "global_batch_size", "steps"),
+    [("carry", 3, 27), ("pad", 3, 30), ("drop", 3, 20), ("carry", 4, 20), ("carry", 16, 10)],
+)
+def test_planned_steps_follow_the_trailing_rollouts(mode: str, global_batch_size: int, steps: int) -> None:
+    """10 batches of 8 rollouts; a batch that is smaller than a step is padded."""
+    args = helpers.make_args(".", trailing_rollouts=mode, global_batch_size=global_batch_size)
+    assert planned_steps(args) == steps

@@ -72,6 +72,32 @@ def test_rewards_are_normalised_within_a_group(local_put: None) -> None:
     assert data["loss_masks"] == [[1, 1]] * 4 and data["rewards"] == rewards
 
 
+def test_trailing_rollouts_are_carried_counted_and_trained_at_the_end(local_put: None, tmp_path: Path) -> None:
+    """Three batches of 4 rollouts in steps of 3; a second manager goes on from the first checkpoint."""
+    metrics = tmp_path / "m.jsonl"
+    common = {"num_rollout": 3, "global_batch_size": 3, "save": str(tmp_path), "load": str(tmp_path)}
+    manager = make_manager(metrics_jsonl=str(metrics), **common)
+    shares = [_only_share(manager, 0)]
+    manager.save(0)
+    other = make_manager(metrics_jsonl=str(metrics), **common)
+    other.load(0)
+    shares += [_only_share(other, 1), _only_share(other, 2)]
+    assert [share["global_batch_sizes"] for share in shares] == [[3], [3], [3, 3]]
+    trained = [i for share in shares for i in share["sample_indices"] if i >= 0]
+    assert trained == list(range(12))
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    counts = [
+        (line["rollout/carried_in"], line.get("rollout/carried_out")) for line in lines if "rollout/carried_in" in line
+    ]
+    assert counts == [(0, 1), (1, 2), (2, None)]
+
+
+def _only_share(manager: RolloutManager, rollout_id: int) -> dict[str, Any]:
+    boxes = manager.generate(rollout_id)
+    assert boxes is not None
+    return boxes[0].inner
+
+
 def test_rollout_only_returns_no_data(local_put: None) -> None:
     assert make_manager(debug_rollout_only=True).generate(0) is None
 

@@ -16,9 +16,13 @@ def planned_steps(args: Namespace) -> int | None:
     """Optimiser steps of the whole run as the flags announce it; None when they do not say."""
     if not args.num_rollout or not args.global_batch_size:
         return None
-    # Rounded up: a last step that is not full is padded, not dropped.
-    per_rollout = -(-args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size)
-    return args.num_rollout * per_rollout
+    rollouts, size = args.rollout_batch_size * args.n_samples_per_prompt, args.global_batch_size
+    if args.trailing_rollouts == "drop":
+        return args.num_rollout * (rollouts // size)
+    if args.trailing_rollouts == "carry" and rollouts >= size:
+        return -(-args.num_rollout * rollouts // size)
+    # Rounded up: a last step that is not full is padded.
+    return args.num_rollout * -(-rollouts // size)
 
 
 def learning_rate(args: Namespace, step: int) -> float:

@@ -55,6 +55,12 @@ def _add_batch_arguments(parser: argparse.ArgumentParser) -> None:
         help="rollout executions per optimizer step (default: one step per rollout)",
     )
     add("--num-steps-per-rollout", type=int, default=None, help="instead of --global-batch-size")
+    add(
+        "--trailing-rollouts",
+        choices=["carry", "pad", "drop"],
+        default="carry",
+        help="rollouts that fill no whole step: lead the next rollout's data, train in a padded step, or leave out",
+    )
     reset_arg(parser, "--micro-batch-size", type=int, default=1, help="samples per micro-batch")
     add("--balance-data", action="store_true", help="balance the work of the data-parallel ranks")
     add("--balance-by-flops", action="store_true", help="the same by FLOPs, for micro-batches as well as ranks")
