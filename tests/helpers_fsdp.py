@@ -36,9 +36,9 @@ def make_args(model_dir: Path | str, **overrides: Any) -> Namespace:
         gamma=1.0, lambd=1.0, value_clip=0.2, use_rollout_entropy=False, use_critic=False,
         reset_optimizer_states=False, ref_update_interval=None, rollout_temperature=0.8, num_rollout=10,
         rollout_batch_size=4, n_samples_per_prompt=2, global_batch_size=4, micro_batch_size=2, use_dynamic_batch_size=False,
-        balance_data=False, balance_by_flops=False, trailing_rollouts="carry", max_tokens_per_gpu=None, update_weight_transport="nccl",
+        balance_data=False, balance_by_flops=False, trailing_rollouts="carry", max_tokens_per_gpu=None, log_probs_max_tokens_per_gpu=None, keep_old_actor=False, update_weight_transport="nccl",
         update_weight_disk_dir=None, update_weight_disk_keep_files=False, update_weight_buffer_size=20_000,
-        custom_update_weight_post_write_path=None, use_wandb=False, use_tensorboard=False, metrics_jsonl=None,
+        lora_rank=None, lora_alpha=None, lora_dropout=0.0, lora_target_modules=None, custom_update_weight_post_write_path=None, use_wandb=False, use_tensorboard=False, metrics_jsonl=None,
     )  # fmt: skip
     return Namespace(**{**args, **overrides})
 

@@ -29,6 +29,7 @@ from slime.ray.engines import RolloutServer, ServerGroup, start_rollout_servers
 from slime.ray.utils import Lock, as_actor, wait_all
 from slime.rollout import conversion
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
+from slime.rollout.staleness import usual_version
 from slime.rollout.trailing import TrailingRollouts
 from slime.utils.arguments.hooks import ROLLOUT_HOOKS
 from slime.utils.health_monitor import RolloutHealthMonitor
@@ -48,6 +49,7 @@ class RolloutManager:
 
     _monitors: list[RolloutHealthMonitor] = []
     _compare_next_sync = False
+    _weight_version: int | None = None  # of the engines that generated the last rollout, for --keep-old-actor
 
     def __init__(self, args: Namespace, pg: Any) -> None:
         configure_logger()
@@ -194,6 +196,7 @@ class RolloutManager:
         if self.args.debug_rollout_only:
             return None
         data, counts = self._trailing.take(self._convert_samples_to_train_data(samples), self._is_last(rollout_id))
+        self._weight_version = usual_version(samples) if getattr(self.args, "keep_old_actor", False) else None
         if counts:
             log(self.args, {**counts, "rollout/step": compute_rollout_step(self.args, rollout_id)}, "rollout/step")
         return self._split_train_data_by_dp(data)
@@ -272,4 +275,6 @@ class RolloutManager:
     def _split_train_data_by_dp(self, data: dict[str, Any]) -> list[Box]:
         dp_size = self.train_parallel_config["dp_size"]
         padded = conversion.pad_to_global_batch(self.args, data, dp_size)
-        return [Box(ray.put(part)) for part in conversion.split_train_data_by_dp(self.args, padded, dp_size)]
+        parts = conversion.split_train_data_by_dp(self.args, padded, dp_size)
+        extra = {} if self._weight_version is None else {"weight_version": self._weight_version}
+        return [Box(ray.put({**part, **extra})) for part in parts]

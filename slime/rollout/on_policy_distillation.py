@@ -13,6 +13,7 @@ Left out: images, and teachers on the trainer. An engine computes these log-prob
 
 from __future__ import annotations
 
+import asyncio
 from argparse import Namespace
 from typing import Any
 
@@ -20,8 +21,13 @@ from slime.utils.http_utils import post
 from slime.utils.types import Sample
 
 
-async def reward_func(args: Namespace, sample: Sample, **kwargs: Any) -> dict[str, Any]:
-    """The teacher's raw answer for the sample's tokens (POST to `--rm-url`); `post_process_rewards` reads it."""
+async def reward_func(args: Namespace, sample: Sample | list[Sample], **kwargs: Any) -> Any:
+    """The teacher's raw answer for the sample's tokens (POST to `--rm-url`); `post_process_rewards` reads it.
+
+    A list of samples (one rollout cut in several, or `--group-rm`) gives the list of answers.
+    """
+    if isinstance(sample, list):
+        return list(await asyncio.gather(*(reward_func(args, each) for each in sample)))
     if not args.rm_url:
         raise ValueError("--rm-url: needed by on-policy distillation, the /generate address of the teacher")
     payload = {
@@ -34,8 +40,7 @@ async def reward_func(args: Namespace, sample: Sample, **kwargs: Any) -> dict[st
         "return_logprob": True,
         "logprob_start_len": 0,
     }
-    answer: dict[str, Any] = await post(args.rm_url, payload)
-    return answer
+    return await post(args.rm_url, payload)
 
 
 def post_process_rewards(args: Namespace, samples: list[Sample], **kwargs: Any) -> tuple[list[float], list[float]]:

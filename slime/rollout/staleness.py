@@ -10,6 +10,7 @@ is handed out once, or reported stale once; what is not taken stays in the queue
 from __future__ import annotations
 
 import queue
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +42,12 @@ def group_version(group: Any, admission_version: int) -> int:
     if not versions or not all(versions):
         return admission_version
     return min(min(of_sample) for of_sample in versions)
+
+
+def usual_version(samples: list[Any]) -> int | None:
+    """The weight version that finished most of the samples; None when none names its versions."""
+    finished = Counter(parse_version(sample.weight_versions[-1]) for sample in samples if sample.weight_versions)
+    return finished.most_common(1)[0][0] if finished else None
 
 
 def take_within_bound(

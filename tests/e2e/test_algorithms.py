@@ -1,6 +1,7 @@
-"""PPO with a critic and on-policy distillation as a user starts them: real Ray, real trainers, real SGLang servers, tiny model.
+"""PPO with a critic, GRPO with adapters, distillation and SFT as a user starts them: real Ray, trainers and SGLang, tiny model.
 
-Each must improve its objective: PPO the reward (share of even token ids), distillation the distance to the teacher.
+Each must improve its objective: PPO and GRPO the reward (share of even token ids), distillation the distance to the teacher,
+SFT the likelihood of the chats.
 """
 
 from __future__ import annotations
@@ -73,3 +74,55 @@ def test_distillation_from_an_engine_comes_nearer_to_the_teacher(world: World) -
     gaps = [line["train/opd_reverse_kl"] for line in world.metrics("opd", "train/step")]
     assert len(gaps) == 24 and gaps[0] > 0
     assert fmean(gaps[-4:]) < 0.8 * gaps[0], gaps
+
+
+def test_grpo_with_adapters_improves_and_leaves_adapter_and_merged_model(world: World) -> None:
+    log, checkpoint = world.folder / "out.log", world.folder / "ckpt"
+    command = flags(
+        world,
+        "lora",
+        *("--n-samples-per-prompt", "4", "--custom-rm-path", "helpers_ray.length_reward", "--num-rollout", "16"),
+        *(
+            "--lora-rank",
+            "8",
+            "--lr",
+            "2e-2",
+            "--use-kl-loss",
+            "--kl-loss-coef",
+            "0.001",
+            "--kl-loss-type",
+            "low_var_kl",
+        ),
+        *(
+            "--ref-load",
+            str(world.model),
+            "--save",
+            str(checkpoint),
+            "--save-hf",
+            str(world.folder / "hf_{rollout_id}"),
+        ),
+        *("--save-interval", "16"),
+    )
+    assert run_train(command, log) == 0, log.read_text()
+    steps = world.metrics("lora", "train/step")
+    assert abs(steps[0]["train/kl_loss"]) <= 1e-6 < steps[-1]["train/kl_loss"], "the reference is the start"
+    assert all(
+        line["train/train_rollout_logprob_abs_diff"] < 1e-3 for line in steps
+    ), "engines have the merged weights"
+    rewards = [r["rollout/raw_reward"] for r in world.metrics("lora", "rollout/step") if "rollout/raw_reward" in r]
+    assert fmean(rewards[-4:]) > fmean(rewards[:3]) + 0.05, rewards
+    assert (checkpoint / "iter_0000016" / "adapter" / "adapter_model.safetensors").is_file()
+    assert (world.folder / "hf_15" / "model.safetensors").is_file()
+
+
+def test_sft_improves_the_likelihood(world: World) -> None:
+    log = world.folder / "out.log"
+    command = [
+        *world.common_flags("sft"),
+        *("--debug-train-only", "--disable-compute-advantages-and-returns", "--loss-type", "sft_loss", "--lr", "5e-3"),
+        *("--rollout-function-path", "slime.rollout.sft_rollout.generate_rollout", "--rollout-batch-size", "16"),
+        *("--prompt-data", str(world.folder / "chats.jsonl"), "--num-rollout", "10", "--actor-num-gpus-per-node", "1"),
+    ]
+    assert run_train(command, log) == 0, log.read_text()
+    losses = [line["train/loss"] for line in world.metrics("sft", "train/step")]
+    assert len(losses) == 10 and losses[-1] < 0.7 * losses[0], losses

@@ -138,6 +138,11 @@ def test_finding_a_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
         ({"lr_decay_style": "inverse"}, "--lr-decay-style=inverse"),
         ({"rollout_top_p": 0.9}, "--rollout-top-p=0.9"),
         ({"update_weight_mode": "delta"}, "--update-weight-mode=delta"),
+        ({"lora_alpha": 8.0}, "--lora-alpha 8.0: has no effect without --lora-rank"),
+        ({"lora_dropout": 0.1}, "--lora-dropout 0.1: has no effect without --lora-rank"),
+        ({"lora_rank": 4, "lora_dropout": 1.0}, "--lora-dropout 1.0: must be at least 0 and less than 1"),
+        ({"lora_rank": 4, "freeze_params_name_list": ["x"]}, "--freeze-params-name-list: --lora-rank trains its"),
+        ({"lora_rank": 4, "ref_update_interval": 2}, "--ref-update-interval: the reference of --lora-rank is"),
     ],
 )
 def test_options_that_would_be_ignored_are_refused(flags: dict[str, Any], message: str) -> None:

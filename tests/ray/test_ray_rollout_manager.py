@@ -13,6 +13,7 @@ from helpers_ray import manager_args, write_jsonl
 
 from slime.ray.rollout import RolloutManager
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.rollout.staleness import usual_version
 from slime.utils.types import Sample
 
 
@@ -96,6 +97,22 @@ def _only_share(manager: RolloutManager, rollout_id: int) -> dict[str, Any]:
     boxes = manager.generate(rollout_id)
     assert boxes is not None
     return boxes[0].inner
+
+
+def test_shares_name_the_weights_of_their_rollout_when_old_ones_are_kept(local_put: None) -> None:
+    samples = [Sample(weight_versions=versions) for versions in (["1", "2"], ["2"], ["3"], [])]
+    assert (usual_version(samples), usual_version(samples[3:])) == (2, None)
+    manager = make_manager(keep_old_actor=True, rollout_function_path=f"{__name__}.versioned_rollout")
+    assert _only_share(manager, 0)["weight_version"] == 7
+    assert "weight_version" not in _only_share(make_manager(), 0)
+
+
+def versioned_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """`fake_rollout` of an engine with version 7."""
+    output = fake_rollout(args, rollout_id, data_source)
+    for sample in (sample for group in output.samples for sample in group):
+        sample.weight_versions = ["7"]
+    return output
 
 
 def test_rollout_only_returns_no_data(local_put: None) -> None:

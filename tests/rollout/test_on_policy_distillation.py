@@ -43,14 +43,18 @@ async def test_ids_are_sent_and_the_raw_answer_is_the_reward(monkeypatch: pytest
         "return_logprob": True,
         "logprob_start_len": 0,
     }
+    both = await opd.reward_func(ARGS, [make([5, 6], 1), make([7, 8], 1)])
+    assert both == [answer([5, 6]), answer([7, 8])], "as a group or a rollout cut in several is scored"
     with pytest.raises(ValueError, match="--rm-url"):
         await opd.reward_func(Namespace(rm_url=None), make([5, 6], 1))
 
 
 def test_last_values_belong_to_the_response_and_rewards_are_zero() -> None:
-    samples = [make([5, 6, 7], 2, reward=answer([5, 6, 7])), make([8, 9], 1, reward=answer([8, 9]))]
-    assert opd.post_process_rewards(ARGS, samples) == ([0.0, 0.0], [0.0, 0.0])
-    assert [sample.teacher_log_probs for sample in samples] == [[-6.0, -7.0], [-9.0]]
+    samples = [
+        make(tokens, length, reward=answer(tokens)) for tokens, length in (([5, 6, 7], 2), ([8, 9], 1), ([8, 9], 0))
+    ]
+    assert opd.post_process_rewards(ARGS, samples) == ([0.0] * 3, [0.0] * 3)
+    assert [sample.teacher_log_probs for sample in samples] == [[-6.0, -7.0], [-9.0], []]
 
 
 def test_the_last_id_of_the_vocabulary_is_reported_as_zero() -> None:

@@ -37,6 +37,7 @@ def needs_old_log_probs(args: Namespace, num_steps: int) -> bool:
     if args.use_rollout_logprobs:
         return False
     reused = num_steps == 1 and args.loss_type == "policy_loss" and not args.custom_advantage_function_path
+    reused = reused and not getattr(args, "keep_old_actor", False)
     return not reused or args.kl_coef != 0 or args.use_opd or args.advantage_estimator in ("gspo", "ppo")
 
 

@@ -97,6 +97,7 @@ def take_rows(data: Batch, rows: list[int]) -> tuple[Batch, PackedBatch]:
     count = len(data["tokens"])
     skip = (
         "micro_batch_indices",
+        "forward_micro_batches",
         "num_microbatches",
         "global_batch_sizes",
         "partition",
@@ -116,8 +117,8 @@ def take_rows(data: Batch, rows: list[int]) -> tuple[Batch, PackedBatch]:
 
 
 def iter_micro_batches(data: Batch) -> Iterator[tuple[list[int], PackedBatch]]:
-    """All micro-batches of the rollout, for forward-only passes."""
-    for rows in data["micro_batch_indices"]:
+    """All micro-batches of the rollout, for forward-only passes: `forward_micro_batches` where the data have them."""
+    for rows in data.get("forward_micro_batches") or data["micro_batch_indices"]:
         yield rows, take_rows(data, rows)[1]
 
 

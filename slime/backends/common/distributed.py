@@ -75,6 +75,13 @@ def all_reduce_sums(
     return dict(zip(names, total_K.tolist(), strict=True))
 
 
+def largest_over_ranks(value: int, device: torch.device, group: dist.ProcessGroup | None = None) -> int:
+    """The largest of the values of the group's ranks. Collective."""
+    largest = torch.tensor(value, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return int(largest)
+
+
 def new_external_group(
     backend: str, address: str, port: int, rank: int, world_size: int, name: str, timeout: timedelta
 ) -> dist.ProcessGroup:

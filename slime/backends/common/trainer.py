@@ -55,6 +55,7 @@ class Trainer(abc.ABC):
     updater: WeightUpdater
     model: Any
     reference: Any
+    with_ref = False
     # The ranks that share a rollout between them; None: all ranks. Ranks outside of it repeat the work of one inside.
     data_group: dist.ProcessGroup | None = None
     global_step = 0
@@ -111,7 +112,7 @@ class Trainer(abc.ABC):
         """Train on this rank's share of one rollout. Returns the last step's `train/*` and the rollout's `perf/*` numbers."""
         perf: dict[str, float] = {}
         with timed(perf, "train_time"):
-            data = prepare_rollout_data(rollout_data, self.context.device)
+            data = self._prepare_rows(rollout_data)
             plans = plan_steps(data)
             self._prepare_targets(rollout_id, data, len(plans), perf)
             if self.args.reset_optimizer_states:
@@ -177,13 +178,16 @@ class Trainer(abc.ABC):
 
     # ---- before the optimiser steps ----
 
+    def _prepare_rows(self, rollout_data: Batch) -> Batch:
+        return prepare_rollout_data(rollout_data, self.context.device)
+
     def _prepare_targets(self, rollout_id: int, data: Batch, num_steps: int, perf: dict[str, float]) -> None:
-        if self.reference is not None:
+        if self.with_ref:
             with timed(perf, "ref_log_probs_time"):
-                data["ref_log_probs"] = self._log_probs(self.reference, data)
+                data["ref_log_probs"] = self._reference_log_probs(data)
         if needs_old_log_probs(self.args, num_steps):
             with timed(perf, "log_probs_time"):
-                data["log_probs"], data["entropy"] = self._log_probs_and_entropy(self.model, data)
+                data["log_probs"], data["entropy"] = self._old_log_probs(data)
         self._finish_targets(rollout_id, data)
 
     def _finish_targets(self, rollout_id: int, data: Batch) -> None:
@@ -193,6 +197,13 @@ class Trainer(abc.ABC):
         if self.args.rollout_data_postprocess_path:
             load_function(self.args.rollout_data_postprocess_path)(self.args, rollout_id, data)
         save_debug_train_data(self.args, rollout_id=rollout_id, rollout_data=data)
+
+    def _reference_log_probs(self, data: Batch) -> Rows:
+        return self._log_probs(self.reference, data)
+
+    def _old_log_probs(self, data: Batch) -> tuple[Rows, Rows]:
+        """Log-probs and entropies of the policy before the first step."""
+        return self._log_probs_and_entropy(self.model, data)
 
     def _log_probs(self, model: Any, data: Batch) -> Rows:
         return self._log_probs_and_entropy(model, data)[0]

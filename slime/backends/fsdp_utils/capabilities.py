@@ -20,7 +20,6 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "ref_ckpt_step": (None,),
     "use_routing_replay": (False,),
     "use_rollout_routing_replay": (False,),
-    "keep_old_actor": (False,),
     "use_stateless_adam": (False,),
     "async_save": (False,),
     "release_train": (False,),
@@ -49,6 +48,7 @@ def check_supported(args: Namespace) -> None:
     _check_choice("advantage_estimator", args.advantage_estimator, ESTIMATORS)
     _check_choice("lr_decay_style", args.lr_decay_style, LR_STYLES)
     _check_choice("optimizer", args.optimizer, ("adam",))
+    _check_lora(args)
     if getattr(args, "rollout_top_p", 1.0) != 1.0:
         raise ValueError(
             f"--rollout-top-p={args.rollout_top_p}: replay of the nucleus is not available with --train-backend fsdp, "
@@ -59,3 +59,20 @@ def check_supported(args: Namespace) -> None:
 def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"{_flag(name)}={value} is not available with --train-backend fsdp; use one of {allowed}")
+
+
+def _check_lora(args: Namespace) -> None:
+    if args.lora_rank is None:
+        for name, default in (("lora_alpha", None), ("lora_target_modules", None), ("lora_dropout", 0.0)):
+            if getattr(args, name) != default:
+                raise ValueError(f"{_flag(name)} {getattr(args, name)}: has no effect without --lora-rank")
+        return
+    for name in ("only_train_params_name_list", "freeze_params_name_list"):
+        if getattr(args, name):
+            raise ValueError(f"{_flag(name)}: --lora-rank trains its adapters only; remove one of the two")
+    if args.ref_update_interval is not None:
+        raise ValueError(
+            "--ref-update-interval: the reference of --lora-rank is the model without adapters; remove it"
+        )
+    if not 0 <= args.lora_dropout < 1:
+        raise ValueError(f"--lora-dropout {args.lora_dropout}: must be at least 0 and less than 1")

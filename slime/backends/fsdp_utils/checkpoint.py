@@ -1,7 +1,8 @@
 """Training checkpoints of the FSDP back end: torch's distributed format, resumable on another number of ranks.
 
 Layout of an iteration (`common.checkpoint_files`, numbered `rollout_id + 1`): `{model,optimizer,lr_scheduler}/`, three DCP directories.
-In `model/` the keys are `model_state.model.<Hugging Face name>`. Left out: asynchronous writing.
+In `model/` the keys are `model_state.model.<Hugging Face name>`; with `--lora-rank` the adapters alone, which lie once more in `adapter/`,
+a folder that peft loads. Left out: asynchronous writing.
 """
 
 from __future__ import annotations
@@ -11,13 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from slime.backends.common.checkpoint_files import Progress, restore, write_iteration
+from slime.backends.fsdp_utils.distributed import whole_tensor
 from slime.backends.fsdp_utils.model import PolicyModel, reshard, sharded_state
 
 logger = logging.getLogger(__name__)
+
+ADAPTER = "adapter"
 
 
 @dataclass
@@ -39,6 +44,10 @@ def _write_parts(folder: Path, state: TrainState, progress: Progress) -> None:
         dcp.save({"scheduler_state": scheduler}, checkpoint_id=folder / "lr_scheduler")
     if state.reference is not None:
         dcp.save({"model_state": {"model": sharded_state(state.reference)}}, checkpoint_id=folder / "ref")
+    if state.model.adapter is not None:
+        whole = {name: whole_tensor(value).cpu() for name, value in sharded_state(state.model).items()}
+        if dist.get_rank() == 0:
+            state.model.adapter.save(folder / ADAPTER, whole)
 
 
 def save(root: Path, state: TrainState, progress: Progress) -> Path:
@@ -68,7 +77,13 @@ def _load_optimizer(state: TrainState, optimizer: torch.optim.Optimizer, folder:
 
 
 def load(folder: Path, state: TrainState) -> Progress:
-    """Load one iteration into model, optimizer and random number generators, on any number of ranks. Collective."""
+    """Load one iteration into model, optimizer and random number generators, on any number of ranks. Collective.
+
+    Raises `ValueError` when the checkpoint holds adapters and the model has none, or the other way round.
+    """
+    if (folder / ADAPTER).is_dir() != (state.model.adapter is not None):
+        how = "without" if state.model.adapter else "with"
+        raise ValueError(f"--load {folder}: saved {how} --lora-rank; resume it the same way")
     _load_model(state.model, folder / "model")
     if state.reference is not None and (folder / "ref" / ".metadata").is_file():
         _load_model(state.reference, folder / "ref")

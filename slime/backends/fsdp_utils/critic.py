@@ -35,7 +35,7 @@ class ValueModel(PolicyModel):
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
 
-    def stored_state(self) -> dict[str, torch.Tensor]:
+    def model_state(self) -> dict[str, torch.Tensor]:
         """Body and head, under the names of this module."""
         return self.state_dict()
 

@@ -17,20 +17,22 @@ import re
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from slime.backends.common.packing import PackedBatch
 from slime.backends.common.precision import train_dtype
 from slime.backends.common.trainer import DEFAULT_CHUNK
 from slime.backends.fsdp_utils.attention import ROW_WISE
-from slime.backends.fsdp_utils.distributed import FSDPContext
+from slime.backends.fsdp_utils.distributed import FSDPContext, whole_tensor
 from slime.utils.logprobs import selected_log_probs_and_entropy
+
+if TYPE_CHECKING:
+    from slime.backends.fsdp_utils.lora import Adapter
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +42,8 @@ _LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling",
 
 class PolicyModel(nn.Module):
     """A causal LM that returns log-probs and entropy of chosen tokens instead of logits."""
+
+    adapter: Adapter | None = None
 
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__()
@@ -51,10 +55,14 @@ class PolicyModel(nn.Module):
         output = body(input_ids=packed.input_ids_1T, position_ids=packed.position_ids_1T, use_cache=False)
         return output.last_hidden_state
 
-    def stored_state(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint holds, under Hugging Face names; of tied weights only the one that is stored."""
+    def model_state(self) -> dict[str, torch.Tensor]:
+        """All weights under the names of the modules; of tied weights only the one that is stored."""
         tied = getattr(self.hf, "all_tied_weights_keys", None) or {}
         return {name: value for name, value in self.hf.state_dict().items() if name not in tied}
+
+    def stored_state(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint holds: `model_state`, of a model with adapters these alone."""
+        return self.adapter.select(self.model_state()) if self.adapter else self.model_state()
 
     def forward(
         self,
@@ -128,8 +136,12 @@ def shard(args: Namespace, model: PolicyModel, context: FSDPContext) -> None:
 
 
 def build_policy(args: Namespace, folder: Path, context: FSDPContext) -> PolicyModel:
-    """The model to train: loaded, parameters chosen, sharded, on the rank's device."""
+    """The model to train: loaded, parameters chosen or adapters added, sharded, on the rank's device."""
     model = PolicyModel(load_trainable_hf(args, folder))
+    if args.lora_rank is not None:
+        from slime.backends.fsdp_utils.lora import Adapter  # peft takes seconds to import
+
+        model.adapter = Adapter(args, model.hf)
     shard(args, model, context)
     return model.train()
 
@@ -172,6 +184,11 @@ def sharded_state(model: PolicyModel) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def iter_full_tensors(model: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """(Hugging Face name, whole tensor) one after the other. Collective: all ranks must exhaust it together."""
-    for name, value in sharded_state(model).items():
-        yield name, value.full_tensor() if isinstance(value, DTensor) else value
+    """(Hugging Face name, whole tensor) one after the other, adapters merged. Collective: all ranks must exhaust it together."""
+    reshard(model)
+    state = model.model_state()
+    if model.adapter:
+        yield from model.adapter.iter_merged(state)
+        return
+    for name, value in state.items():
+        yield name, whole_tensor(value)

@@ -66,3 +66,9 @@ def _add_batch_arguments(parser: argparse.ArgumentParser) -> None:
     add("--balance-by-flops", action="store_true", help="the same by FLOPs, for micro-batches as well as ranks")
     add("--use-dynamic-batch-size", action="store_true", help="pack micro-batches up to --max-tokens-per-gpu")
     add("--max-tokens-per-gpu", type=int, default=None, help="token budget of a micro-batch")
+    add(
+        "--log-probs-max-tokens-per-gpu",
+        type=int,
+        default=None,
+        help="the same for passes without gradients (default: --max-tokens-per-gpu)",
+    )

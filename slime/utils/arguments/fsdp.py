@@ -1,4 +1,4 @@
-"""Flags of the FSDP backend: optimizer, schedule and precision."""
+"""Flags of the FSDP backend: optimizer, schedule, precision and adapters."""
 
 from __future__ import annotations
 
@@ -30,3 +30,12 @@ def add_fsdp_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--gradient-checkpointing", action="store_true", help="recompute activations in the backward pass")
     add("--train-dtype", choices=["bf16", "fp32"], default=None, help="compute type (default: bf16 on GPU, else fp32)")
+    _add_lora_arguments(parser)
+
+
+def _add_lora_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--lora-rank", type=int, default=None, help="train low-rank adapters of this rank instead of the weights")
+    add("--lora-alpha", type=float, default=None, help="adapters are scaled by this / rank (default: 2 x rank)")
+    add("--lora-dropout", type=float, default=0.0, help="dropout before the adapters, in optimiser steps only")
+    add("--lora-target-modules", nargs="+", default=None, help="names of linear layers (default: all of the decoder)")

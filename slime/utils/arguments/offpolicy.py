@@ -9,6 +9,11 @@ def add_offpolicy_arguments(parser: argparse.ArgumentParser) -> None:
     """Register the flags of this group."""
     add = parser.add_argument
     add("--use-rollout-logprobs", action="store_true", help="the engine's log-probs are the old log-probs")
+    add(
+        "--keep-old-actor",
+        action="store_true",
+        help="the old log-probs are those of the weights that the engines had, of which copies are held on the host",
+    )
     add("--use-tis", action="store_true", help="weight tokens with trainer / engine probability, truncated")
     add("--tis-clip", type=float, default=2.0, help="upper bound of that weight")
     add("--tis-clip-low", type=float, default=0.0, help="lower bound of that weight")

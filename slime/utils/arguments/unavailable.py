@@ -32,8 +32,6 @@ _FLAGS: dict[str, tuple[type, Any, tuple[str, ...], bool, str]] = {
     "--use-routing-replay": (bool, False, (), False, _MEGATRON),
     "--use-rollout-routing-replay": (bool, False, (), False, _MEGATRON),
     "--ref-ckpt-step": (int, None, (), False, "--ref-load names a model directory here; give that of the iteration"),
-    "--keep-old-actor": (bool, False, (), False, _MEGATRON),
-    "--log-probs-max-tokens-per-gpu": (int, None, (), False, "forward passes use --max-tokens-per-gpu"),
     "--http-proxy": (str, None, (), False, "engines are asked directly, never through a proxy"),
     "--use-distributed-post": (bool, False, (), False, "one process posts; use more engines' own concurrency"),
     "--data-pad-size-multiplier": (int, 128, (), False, "rows are packed without padding with --train-backend fsdp"),

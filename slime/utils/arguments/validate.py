@@ -36,6 +36,7 @@ _MINIMA: dict[str, int] = {
     "num_steps_per_rollout": 1,
     "micro_batch_size": 1,
     "max_tokens_per_gpu": 1,
+    "log_probs_max_tokens_per_gpu": 1,
     "over_sampling_batch_size": 1,
     "rollout_max_response_len": 1,
     "rollout_max_prompt_len": 1,
@@ -63,6 +64,7 @@ _MINIMA: dict[str, int] = {
     "memory_snapshot_num_steps": 1,
     "distributed_timeout_minutes": 1,
     "update_weight_buffer_size": 1,
+    "lora_rank": 1,
     "lr": 0,
     "min_lr": 0,
     "eps_clip": 0,
@@ -236,6 +238,10 @@ def _resolve_batches(args: Namespace) -> None:
         )
     if args.use_dynamic_batch_size and args.max_tokens_per_gpu is None:
         raise ValueError("--use-dynamic-batch-size: needs --max-tokens-per-gpu")
+    if args.log_probs_max_tokens_per_gpu is None:
+        args.log_probs_max_tokens_per_gpu = args.max_tokens_per_gpu
+    elif not args.use_dynamic_batch_size:
+        raise ValueError("--log-probs-max-tokens-per-gpu: needs --use-dynamic-batch-size and --max-tokens-per-gpu")
     if args.balance_by_flops:
         if not args.use_dynamic_batch_size:
             raise ValueError("--balance-by-flops: needs --use-dynamic-batch-size and --max-tokens-per-gpu")

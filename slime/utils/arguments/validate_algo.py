@@ -110,7 +110,10 @@ def _check_off_policy(args: Namespace) -> None:
         raise ValueError("--custom-tis-function-path: has no effect without --use-tis or --get-mismatch-metrics")
     if args.tis_clip_low > args.tis_clip:
         raise ValueError(f"--tis-clip-low {args.tis_clip_low}: must be at most --tis-clip {args.tis_clip}")
-    features = ("use_tis", "use_opsm", "get_mismatch_metrics", "use_opd", "use_rollout_entropy")
+    if args.keep_old_actor and (args.use_rollout_logprobs or args.debug_train_only):
+        other = "use_rollout_logprobs" if args.use_rollout_logprobs else "debug_train_only"
+        raise ValueError(f"--keep-old-actor: has no effect with {_flag(other)}; remove one of the two")
+    features = ("use_tis", "use_opsm", "keep_old_actor", "get_mismatch_metrics", "use_opd", "use_rollout_entropy")
     used = [name for name in features if getattr(args, name)]
     if used and args.loss_type != "policy_loss":
         raise ValueError(f"{_flag(used[0])}: has no effect with --loss-type {args.loss_type}")
