@@ -27,6 +27,9 @@ PROGRAMS = {
     "serve_roles": "tools/serve_roles.py",
     "checkpoints.py": "tools/checkpoints.py",
     "gpu_check.sh": "benchmarks.gpu.run",
+    "convert_hf_to_torch_dist": "tools/convert_hf_to_torch_dist.py",
+    "convert_torch_dist_to_hf": "tools/convert_torch_dist_to_hf.py",
+    "convert_fsdp_to_hf": "tools/convert_fsdp_to_hf.py",
     "train.py": "train.py",
     "train_async.py": "train_async.py",
     "slime_plugins.rollout_buffer.buffer": "slime_plugins.rollout_buffer.buffer",
@@ -195,7 +198,8 @@ def test_flags_in_the_text_are_accepted(page: Path) -> None:
         else:
             methods = [*LAUNCHERS, *(f"agentic.{name}.eval" for name in ("agentflow", "toolorchestra"))]
             services = [f"agentic.toolorchestra.retrieval.{name}" for name in ("build", "serve")]
-            programs = (PROGRAMS["quickstart"], *methods, *COMMANDS, *services, PROGRAMS["gpu_check.sh"])
+            tools = [PROGRAMS[name] for name in PROGRAMS if name in ("quickstart", "gpu_check.sh") or "convert" in name]
+            programs = (*tools, *methods, *COMMANDS, *services)
             known = train_flags().union(checkpoint_flags(), SCRIPT_FLAGS.values(), *map(accepted, programs))
         if flag not in known:
             unknown.append(f"{program} {flag}")

@@ -1,22 +1,16 @@
-"""Writes a model directory with YaRN in its configuration, for the direct baseline only.
+"""YaRN in a model's configuration: whether it is there, and how it gets there (`tools/yarn_config.py` writes the directory).
 
-    python -m agentic.memagent.yarn --model DIR --output DIR [--factor 4.0] [--original 32768]
-
-The output links to the model's files and has a `config.json` of its own. Invariants: the model itself is not changed; an
-existing output is an error. The memory agent never needs this: its window is the model's own, and `eval` refuses it.
-Leaves out: weights (YaRN as used here needs no training).
+Only the direct baseline needs it. The memory agent never does: its window is the model's own, and `eval` refuses it.
+Left out: weights (YaRN as used here needs no training), files.
 """
 
 from __future__ import annotations
 
 import json
-import sys
-from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from agentic.common.command_line import Parser
 from agentic.common.errors import ConfigError
 
 CONFIG = "config.json"
@@ -61,41 +55,3 @@ def with_yarn(config: Mapping[str, Any], factor: float, original: int) -> dict[s
     if key == "rope_scaling":
         scaling["type"] = "yarn"  # the name that older readers look for
     return {**config, key: scaling, "max_position_embeddings": int(factor * original)}
-
-
-def write_model(model: Path, output: Path, factor: float, original: int) -> None:
-    """Make the output directory. Raises FileNotFoundError, ConfigError; FileExistsError for an existing output."""
-    config = with_yarn(read_config(model), factor, original)
-    output.mkdir(parents=True)
-    for file in sorted(model.resolve().iterdir()):
-        if file.name != CONFIG:
-            (output / file.name).symlink_to(file)
-    (output / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def parse_args(argv: Sequence[str]) -> Namespace:
-    parser = Parser(prog="python -m agentic.memagent.yarn", description="YaRN for the direct baseline.")
-    parser.add_argument("--model", type=Path, required=True, help="model directory")
-    parser.add_argument("--output", type=Path, required=True, help="directory to make")
-    parser.add_argument("--factor", type=float, default=4.0, help="how many times longer the window becomes")
-    parser.add_argument(
-        "--original", type=int, default=32768, help="tokens of the window that the model was trained on"
-    )
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str]) -> int:
-    try:
-        args = parse_args(argv)
-        if args.factor <= 1 or args.original < 1:
-            raise ConfigError(f"--factor {args.factor} --original {args.original}: must be above 1 and positive")
-        write_model(args.model, args.output, args.factor, args.original)
-    except (ConfigError, FileNotFoundError, FileExistsError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    sys.stdout.write(f"{args.output}\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from agentic.memagent.eval_plot import Point, render_svg
 from agentic.memagent.eval_summary import by_position, mean_over_tasks
 from agentic.memagent.prompts import PromptSet
 
+ROOT = Path(__file__).resolve().parents[2]
 SMALL = {"memagent_chunk_tokens": 40, "memagent_memory_tokens": 16, "memagent_question_tokens": 32}
 SMALL |= {"memagent_answer_tokens": 32}
 
@@ -354,15 +356,16 @@ def test_yarn_writes_a_directory_that_links_to_the_model(tmp_path: Path, capsys:
     model.mkdir()
     (model / "model.safetensors").write_bytes(b"weights")
     (model / "config.json").write_text(json.dumps({"max_position_embeddings": 32768, "rope_theta": 1e6}))
+    main = runpy.run_path(str(ROOT / "tools/yarn_config.py"))["main"]
     argv = ["--model", str(model), "--output", str(out)]
-    assert yarn.main(argv) == 0
+    assert main(argv) == 0
     config = json.loads((out / "config.json").read_text())
     scaling = {"rope_type": "yarn", "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     assert config == {"max_position_embeddings": 131072, "rope_theta": 1e6, "rope_scaling": scaling}
     assert (out / "model.safetensors").read_bytes() == b"weights" and (out / "model.safetensors").is_symlink()
     assert "rope_scaling" not in json.loads((model / "config.json").read_text())
-    assert yarn.main(argv) == 2
-    assert yarn.main(["--model", str(out), "--output", str(tmp_path / "more")]) == 2
+    assert main(argv) == 2
+    assert main(["--model", str(out), "--output", str(tmp_path / "more")]) == 2
     assert "YaRN already" in capsys.readouterr().err
 
 
