@@ -38,6 +38,8 @@ def make_args(model_dir: Path | str, **overrides: Any) -> Namespace:
         rollout_batch_size=4, n_samples_per_prompt=2, global_batch_size=4, micro_batch_size=2, use_dynamic_batch_size=False,
         balance_data=False, balance_by_flops=False, trailing_rollouts="carry", max_tokens_per_gpu=None, log_probs_max_tokens_per_gpu=None, keep_old_actor=False, update_weight_transport="nccl",
         update_weight_disk_dir=None, update_weight_disk_keep_files=False, update_weight_buffer_size=20_000,
+        update_weight_mode="full", update_weight_delta_encoding="xor", update_weight_delta_checksum="xxh3-128",
+        update_weight_local_checkpoint_dir=None,
         lora_rank=None, lora_alpha=None, lora_dropout=0.0, lora_target_modules=None, custom_update_weight_post_write_path=None, use_wandb=False, use_tensorboard=False, metrics_jsonl=None,
     )  # fmt: skip
     return Namespace(**{**args, **overrides})

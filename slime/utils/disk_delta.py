@@ -1,7 +1,8 @@
 """Weight changes as bytes on disk: which elements changed and to what, digests, and reading single tensors.
 
-Input: numpy arrays of bytes or elements, and checkpoint directories of safetensors files. Invariant: everything is
-little-endian, so a file means the same everywhere. Left out: who writes and who applies a delta.
+Input: numpy arrays of bytes or elements, and checkpoint directories of safetensors files. Invariants: everything is
+little-endian, so a file means the same everywhere; `apply_delta` after `encode_delta` gives the new bytes.
+Left out: files of a delta (`slime.backends.common.delta_files`), who sends one.
 """
 
 from __future__ import annotations
@@ -34,6 +35,34 @@ def overwrite_encode(new: np.ndarray, changed_mask: np.ndarray) -> np.ndarray:
     return np.concatenate([part.view(np.uint8).reshape(-1) for part in (header, positions, little)])
 
 
+def overwrite_decode(old: np.ndarray, payload: np.ndarray) -> np.ndarray:
+    """The new elements (flat) from the old ones and what `overwrite_encode` gave. Raises ValueError for another length."""
+    count = int(payload[:4].view("<u4")[0])
+    size = 4 + count * (4 + old.dtype.itemsize)
+    if payload.size != size:
+        raise ValueError(f"a delta of {count} elements has {payload.size} bytes instead of {size}")
+    new = old.reshape(-1).copy()
+    positions = payload[4 : 4 + 4 * count].view("<u4")
+    new[positions] = payload[4 + 4 * count :].view(old.dtype.newbyteorder("<"))
+    return new
+
+
+def encode_delta(encoding: str, old: np.ndarray, new: np.ndarray) -> np.ndarray:
+    """uint8 array that turns `old` into `new` (unsigned integers of the same shape). `encoding`: `xor` or `overwrite`."""
+    if encoding == "xor":
+        return np.bitwise_xor(old, new).reshape(-1).view(np.uint8)
+    return overwrite_encode(new, old != new)
+
+
+def apply_delta(encoding: str, old: np.ndarray, payload: np.ndarray) -> np.ndarray:
+    """The new elements, in the shape of `old`. Raises ValueError for a payload that does not fit."""
+    if encoding == "overwrite":
+        return overwrite_decode(old, payload).reshape(old.shape)
+    if payload.size != old.nbytes:
+        raise ValueError(f"a delta of {payload.size} bytes does not fit a tensor of {old.nbytes}")
+    return np.bitwise_xor(old, payload.view(old.dtype).reshape(old.shape))
+
+
 def checksum(algorithm: str, buf: Any) -> str:
     """Hexadecimal digest of a buffer. Raises KeyError for an unknown algorithm, ImportError for a missing package."""
     return _DIGESTS[algorithm](memoryview(buf).cast("B"))
@@ -64,7 +93,7 @@ def make_tensor_reader(ckpt_dir: str) -> Callable[[str], Any]:
     Raises FileNotFoundError without such a checkpoint; the function raises KeyError for an unknown name.
     """
     folder = Path(ckpt_dir)
-    shards = _shards_by_name(folder)
+    shards = shards_by_name(folder)
 
     def read(name: str) -> Any:
         from safetensors import safe_open
@@ -75,7 +104,8 @@ def make_tensor_reader(ckpt_dir: str) -> Callable[[str], Any]:
     return read
 
 
-def _shards_by_name(folder: Path) -> dict[str, str]:
+def shards_by_name(folder: Path) -> dict[str, str]:
+    """Tensor name -> file, of a safetensors checkpoint. Raises FileNotFoundError when there is none."""
     if (folder / _INDEX).is_file():
         return dict(json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"])
     if not (folder / _SINGLE).is_file():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,20 @@ PROMPT = [5, 17, 42, 9, 77]
 class _Handle:
     """The engine's control calls behind the face of a Ray handle; calls run in order in one thread."""
 
-    def __init__(self, url: str) -> None:
-        self.url, self.pool = url, ThreadPoolExecutor(1)
+    def __init__(self, url: str, args: Namespace) -> None:
+        self.url, self.args, self.pool = url, args, ThreadPoolExecutor(1)
 
     def __getattr__(self, name: str) -> Any:
         from slime.backends.sglang_utils import server_control
+        from slime.backends.sglang_utils.sglang_engine import SGLangEngine
+
+        if name == "pull_weights":
+            call, first = SGLangEngine.pull_weights, Namespace(args=self.args)
+        else:
+            call, first = getattr(server_control, name), self.url
 
         class _Call:
-            remote = staticmethod(lambda *a, **k: self.pool.submit(getattr(server_control, name), self.url, *a, **k))
+            remote = staticmethod(lambda *a, **k: self.pool.submit(call, first, *a, **k))
 
         return _Call
 
@@ -63,14 +70,20 @@ def _greedy(trainer: Any, count: int) -> list[int]:
 def _train_and_sync(folder: Path, model_dir: Path, url: str) -> None:
     from slime.backends.fsdp_utils.trainer import FSDPTrainer
 
-    trainer, handle = FSDPTrainer(), _Handle(url)
-    args = helpers.make_args(model_dir, use_kl_loss=False, update_weight_disk_dir=str(folder / "sync"))
+    args = helpers.make_args(
+        model_dir,
+        use_kl_loss=False,
+        update_weight_disk_dir=str(folder / "sync"),
+        update_weight_local_checkpoint_dir=str(folder / "local"),
+    )
+    trainer, handle = FSDPTrainer(), _Handle(url, args)
     trainer.init(args)
     share = helpers.split(args, helpers.make_rollout(3), trainer.context.rank, trainer.context.world_size)
     seen = []
-    for rollout_id, transport in enumerate(("nccl", "nccl", "disk")):
+    ways = (("delta", "disk"), ("delta", "disk"), ("full", "nccl"), ("full", "nccl"), ("full", "disk"))
+    for rollout_id, (mode, transport) in enumerate(ways):
         trainer.train(rollout_id, share)
-        args.update_weight_transport = transport
+        args.update_weight_mode, args.update_weight_transport = mode, transport
         trainer.update_weights([handle], num_new_engines=int(rollout_id == 0), wait=_wait)
         tokens, log_probs, version = _ask(url)
         seen.append((tokens, _greedy(trainer, 8), log_probs, _own(trainer, tokens), version))
@@ -88,7 +101,7 @@ def test_engine_equals_trainer_after_every_sync(tmp_path: Path) -> None:
         before = _ask(server.url)
         helpers.run_workers(_train_and_sync, 2, tmp_path, tmp_path / "model", server.url)
     seen = torch.load(tmp_path / "seen.pt", weights_only=False)
-    assert [version for *_, version in seen] == ["1", "2", "3"]
+    assert [version for *_, version in seen] == ["1", "2", "3", "4", "5"]
     for tokens, greedy, engine, own, _ in seen:
         assert tokens == greedy
         assert max(abs(a - b) for a, b in zip(engine, own, strict=True)) < 1e-3

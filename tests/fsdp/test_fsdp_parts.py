@@ -137,7 +137,6 @@ def test_finding_a_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
         ({"advantage_estimator": "dpo"}, "--advantage-estimator=dpo"),
         ({"lr_decay_style": "inverse"}, "--lr-decay-style=inverse"),
         ({"rollout_top_p": 0.9}, "--rollout-top-p=0.9"),
-        ({"update_weight_mode": "delta"}, "--update-weight-mode=delta"),
         ({"lora_alpha": 8.0}, "--lora-alpha 8.0: has no effect without --lora-rank"),
         ({"lora_dropout": 0.1}, "--lora-dropout 0.1: has no effect without --lora-rank"),
         ({"lora_rank": 4, "lora_dropout": 1.0}, "--lora-dropout 1.0: must be at least 0 and less than 1"),

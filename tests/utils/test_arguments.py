@@ -183,6 +183,11 @@ def test_recorded_rollouts_need_no_engines(cli: Cli) -> None:
         ("--loss-type custom_loss", "--loss-type custom_loss: needs --custom-loss-function-path"),
         ("--custom-loss-function-path a.b", "--custom-loss-function-path: has no effect with --loss-type policy_loss"),
         ("--update-weight-transport disk", "--update-weight-transport disk: needs --update-weight-disk-dir"),
+        ("--update-weight-mode delta", "--update-weight-mode delta: needs --update-weight-transport disk"),
+        (
+            "--update-weight-mode delta --update-weight-transport disk --update-weight-disk-dir d",
+            "--update-weight-mode delta: needs --update-weight-local-checkpoint-dir",
+        ),
         ("--only-train-params-name-list a --freeze-params-name-list b", "exclude each other"),
         ('--multimodal-keys {"image":"i"}', "--multimodal-keys: not available in this version"),
         ("--custom-config-path no.yaml", "--custom-config-path no.yaml: no such file"),

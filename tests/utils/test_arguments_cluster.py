@@ -124,9 +124,8 @@ def test_external_engines_tell_their_number(monkeypatch: pytest.MonkeyPatch) -> 
 def test_flags_without_a_feature_have_their_default_or_are_errors() -> None:
     args = parse()
     refuse_unavailable(args)
-    assert {"qwen_gdn_backend", "update_weight_mode", "mtp_num_layers"} <= UNAVAILABLE <= set(vars(args))
+    assert {"qwen_gdn_backend", "mtp_num_layers"} <= UNAVAILABLE <= set(vars(args))
     for argv, message in (
-        (["--update-weight-mode", "delta"], "/pull_weights"),
         (["--enable-mtp-training"], "--train-backend megatron"),
     ):
         with pytest.raises(ValueError, match=message):

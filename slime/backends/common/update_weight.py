@@ -1,13 +1,14 @@
 """Send the policy's weights to the inference engines.
 
-Two transports. `nccl`: rank 0 broadcasts whole tensors in buckets over a process group of its own with all engine ranks (gloo when
-there is no GPU). `disk`: an HF directory that the engines reload. Both run pause -> flush -> update -> continue; the version counts
-syncs from 0 and is sent as a string.
+Three ways. `nccl`: rank 0 broadcasts whole tensors in buckets over a process group of its own with all engine ranks (gloo when
+there is no GPU). `disk`: an HF directory that the engines reload. `disk` with the mode `delta`: only what changed (`delta_files`), which the
+owner of each engine applies to a copy on its host before the engine is paused. All run pause -> flush -> update -> continue; the version
+counts syncs from 0 and is sent as a string.
 
 Inputs: Ray actor handles of the engines (anything whose methods answer `.remote(...)`). Invariants: no engine generates while its
 weights are incomplete; after a failure the engines stay paused, because half-updated weights must not serve; every wait has a deadline.
 
-Left out: quantised engines, delta updates, tensor sharing on one GPU.
+Left out: quantised engines, tensor sharing on one GPU.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from slime.backends.common.delta_files import DeltaWriter, version_dir
 from slime.backends.common.distributed import DistContext, communication_backend, new_external_group
 from slime.backends.common.precision import train_dtype
 from slime.utils.misc import chunk_named_params_by_size, get_free_port, load_function
@@ -97,11 +99,14 @@ class WeightUpdater:
     _group: dist.ProcessGroup | None = None
     _group_name: str = ""
     _groups_made: int = 0
+    _deltas: DeltaWriter | None = None
 
     def update(self, source: WeightSource, target: EngineSet, num_new: int = 0) -> None:
         """One sync. Collective over the training ranks; `num_new` > 0 says that engines were replaced."""
         self.version += 1
-        if self.args.update_weight_transport == "disk":
+        if self.args.update_weight_mode == "delta":
+            self._update_by_delta(source, target)
+        elif self.args.update_weight_transport == "disk":
             self._update_from_disk(source, target)
         else:
             self._connect(target, num_new)
@@ -171,20 +176,57 @@ class WeightUpdater:
     # ---- disk ----
 
     def _update_from_disk(self, source: WeightSource, target: EngineSet) -> None:
-        folder = self._disk_root() / f"weight_v{self.version:06d}"
+        folder = version_dir(self._disk_root(), self.version)
         source.save_hf(folder)
+        self._after_write(folder, target)
+        if not self.context.is_main:
+            return
+        self._reload(folder, target)
+        if not self.args.update_weight_disk_keep_files:
+            shutil.rmtree(folder)
+
+    def _after_write(self, folder: Path, target: EngineSet) -> None:
         hook = self.args.custom_update_weight_post_write_path
         if hook:
             load_function(hook)(self.args, str(folder), list(target.engines))
             dist.barrier()
-        if not self.context.is_main:
-            return
+
+    def _reload(self, folder: Path, target: EngineSet) -> None:
         target.call("pause_generation")
         target.call("flush_cache")
         target.call("update_weights_from_disk", str(folder), weight_version=str(self.version))
         target.call("continue_generation")
-        if not self.args.update_weight_disk_keep_files:
-            shutil.rmtree(folder)
+
+    def _update_by_delta(self, source: WeightSource, target: EngineSet) -> None:
+        root, main = self._disk_root(), self.context.is_main
+        if main:
+            self._write_delta(source, root, target)
+        else:
+            for _ in source.iter_full_tensors():
+                pass
+        dist.barrier()
+        self._after_write(version_dir(root, self.version), target)
+        if main:
+            target.call("pull_weights", self.version)
+            self._reload(version_dir(self.args.update_weight_local_checkpoint_dir, self.version), target)
+
+    def _write_delta(self, source: WeightSource, root: Path, target: EngineSet) -> None:
+        if self._deltas is None:
+            self._deltas = self._first_delta(root, target)
+        stats = self._deltas.write(source.iter_full_tensors())
+        logger.info(
+            "weights %d: %.2f%% changed, %d bytes written", self.version, 100 * stats.density, stats.wire_bytes
+        )
+
+    def _first_delta(self, root: Path, target: EngineSet) -> DeltaWriter:
+        """Version 0 is the original model, on both sides."""
+        args = self.args
+        writer = DeltaWriter(
+            root, Path(args.hf_checkpoint), args.update_weight_delta_encoding, args.update_weight_delta_checksum
+        )
+        writer.clear()
+        target.call("pull_weights", 0)
+        return writer
 
     def _disk_root(self) -> Path:
         if not self.args.update_weight_disk_dir:

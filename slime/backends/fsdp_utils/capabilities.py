@@ -27,7 +27,6 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "offload_train": (False, None),
     "allgather_cp": (False,),
     "recompute_loss_function": (False,),
-    "update_weight_mode": ("full",),
     "custom_model_provider_path": (None,),
 }
 

@@ -305,17 +305,17 @@ class SGLangEngine:
         """See `server_control.check_weights`."""
         return server_control.check_weights(self.get_url(), action)
 
-    def pull_weights(self, target_version: int) -> None:
-        """Asks a server with the `/pull_weights` extension to bring its local checkpoint to `target_version`.
+    def pull_weights(self, target_version: int) -> str:
+        """Brings the copy of the model on this host to `target_version` (0: the original) and returns its directory.
 
-        Raises EngineError (404) on a server without it; SGLang itself has none.
+        The server goes on meanwhile; `update_weights_from_disk` loads the directory. Raises ValueError for a version that is
+        missing, does not follow the local one, or whose checksum is wrong; the copy then stays as it was.
         """
-        payload = {
-            "local_checkpoint_dir": self.args.update_weight_local_checkpoint_dir,
-            "source_dir": self.args.update_weight_disk_dir,
-            "target_version": target_version,
-        }
-        server_control.request("POST", self.get_url(), "/pull_weights", payload, server_control.UPDATE_TIMEOUT_S)
+        # Imported here: the owner of an engine needs torch for nothing else.
+        from slime.backends.common.delta_files import LocalCheckpoint
+
+        local = LocalCheckpoint(self.args.update_weight_local_checkpoint_dir, self.args.hf_checkpoint)
+        return str(local.pull(self.args.update_weight_disk_dir, target_version))
 
     def post_process_weights(
         self, restore_weights_before_load: bool = False, post_process_quantization: bool = False

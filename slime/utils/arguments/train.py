@@ -43,6 +43,24 @@ def _add_weight_sync_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--update-weight-disk-dir", default=None, help="shared directory for --update-weight-transport disk")
     add("--update-weight-disk-keep-files", action="store_true", help="keep the directories of earlier disk syncs")
+    add("--update-weight-mode", choices=["full", "delta"], default="full", help="disk: everything, or what changed")
+    add(
+        "--update-weight-delta-encoding",
+        choices=["xor", "overwrite"],
+        default="xor",
+        help="old xor new, or new values",
+    )
+    add(
+        "--update-weight-delta-checksum",
+        choices=["xxh3-128", "blake3", "adler32"],
+        default="xxh3-128",
+        help="digest of every changed tensor, checked where it is applied",
+    )
+    add(
+        "--update-weight-local-checkpoint-dir",
+        default=None,
+        help="delta: directory on each host for a copy of the model",
+    )
     add("--update-weights-interval", type=int, default=1, help="train_async.py: rollouts between two weight syncs")
     add("--update-weight-buffer-size", type=int, default=512 * 1024**2, help="bytes per weight-sync bucket")
     add("--custom-update-weight-post-write-path", default=None, help="hook: fn(args, version_dir, rollout_engines)")

@@ -11,15 +11,10 @@ from argparse import Namespace
 from typing import Any
 
 _MEGATRON = "only --train-backend megatron has it, which is not available in this version"
-_PATCHED = "it needs an engine with /pull_weights, which SGLang does not have; use --update-weight-transport disk"
 
 # Flag -> (type, default, choices, several values, why not). Type bool is a switch.
 _FLAGS: dict[str, tuple[type, Any, tuple[str, ...], bool, str]] = {
     "--qwen-gdn-backend": (str, "fla", ("fla", "flashqla"), False, _MEGATRON),
-    "--update-weight-mode": (str, "full", ("full", "delta"), False, _PATCHED),
-    "--update-weight-delta-encoding": (str, "xor", ("xor", "overwrite"), False, _PATCHED),
-    "--update-weight-delta-checksum": (str, "xxh3-128", ("xxh3-128", "blake3", "adler32"), False, _PATCHED),
-    "--update-weight-local-checkpoint-dir": (str, None, (), False, _PATCHED),
     "--release-train": (bool, False, (), False, _MEGATRON),
     "--custom-model-provider-path": (str, None, (), False, _MEGATRON),
     "--recompute-loss-function": (bool, False, (), False, _MEGATRON),

@@ -7,6 +7,7 @@ Leaves out: flags of the engines (`slime/backends/sglang_utils/arguments.py`) an
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from argparse import Namespace
 from pathlib import Path
@@ -160,6 +161,8 @@ def _check_backend(args: Namespace) -> None:
         raise ValueError("--only-train-params-name-list and --freeze-params-name-list exclude each other: give one")
     if args.update_weight_transport == "disk" and not args.update_weight_disk_dir:
         raise ValueError("--update-weight-transport disk: needs --update-weight-disk-dir")
+    if args.update_weight_mode == "delta":
+        _check_delta(args)
     if args.log_probs_chunk_size <= 0:
         args.log_probs_chunk_size = 1024
     if not args.debug_rollout_only:
@@ -167,6 +170,20 @@ def _check_backend(args: Namespace) -> None:
         from slime.backends.fsdp_utils.capabilities import check_supported
 
         check_supported(args)
+
+
+def _check_delta(args: Namespace) -> None:
+    flag = "--update-weight-mode delta"
+    if args.update_weight_transport != "disk":
+        raise ValueError(f"{flag}: needs --update-weight-transport disk")
+    if args.colocate:
+        raise ValueError(f"{flag}: not together with --colocate; weights need not pass through a disk there")
+    if args.rollout_external_engine_addrs:
+        raise ValueError(f"{flag}: not with --rollout-external-engine-addrs, whose hosts are not ours; use mode full")
+    if not args.update_weight_local_checkpoint_dir:
+        raise ValueError(f"{flag}: needs --update-weight-local-checkpoint-dir, a directory on the host of each engine")
+    if args.update_weight_delta_checksum == "blake3" and importlib.util.find_spec("blake3") is None:
+        raise ValueError("--update-weight-delta-checksum blake3: pip install blake3, or use xxh3-128")
 
 
 def _check_checkpoints(args: Namespace) -> None:
