@@ -97,7 +97,6 @@ def megatron_model(folder: Path, tp: int = 1, pp: int = 1, ep: int = 1) -> list[
     dtype = getattr(torch, config["dtype"])
     moe = dict(
         num_moe_experts=shape.num_experts, moe_router_topk=2, moe_ffn_hidden_size=config["moe_intermediate_size"],
-        sequence_parallel=tp > 1,
     ) if shape.num_experts else {}  # fmt: skip
     sizes = TransformerConfig(
         num_layers=shape.num_layers, hidden_size=shape.hidden_size, num_attention_heads=shape.num_heads,

@@ -65,8 +65,8 @@ def _load_with_megatron(hf: str, dist_root: str, layouts: dict[tuple[int, int, i
         for family in families:
             folder = Path(hf) / family
             (model,) = helpers.megatron_model(folder, *sizes)
-            state = model.sharded_state_dict(metadata={})
-            model.load_state_dict(dist_checkpointing.load(state, f"{dist_root}/{family}"))
+            state = {"model": model.sharded_state_dict(metadata={})}
+            model.load_state_dict(dist_checkpointing.load(state, f"{dist_root}/{family}")["model"])
             tensors = dict(export_hf([model], Namespace(hf_checkpoint=str(folder))))
             helpers.assert_same_tensors(tensors, helpers.tensors_of(folder))
         dist.barrier()
