@@ -20,6 +20,7 @@ from agentic.agentflow.prompts import PromptSet
 from agentic.agentflow.tools import Kit, Toolbox
 from agentic.agentflow.tools.mcp_tools import load_mcp_tools
 from agentic.common.clients import FrozenClient, PolicyClient
+from agentic.common.engines import engine_urls
 from agentic.common.judge import JudgeClient
 from agentic.common.judge_cache import CachedJudge
 from agentic.common.roles import RoleTable
@@ -88,7 +89,8 @@ def load_roles(args: Namespace, config: AgentFlowConfig) -> RoleTable:
     Raises:
         FileNotFoundError, ConfigError: no such file, unknown or missing role, wrong value.
     """
-    return RoleTable.load(config.roles, _policy_url(args), known_roles=ROLES, required=config.required_roles)
+    policy, engines = _policy_url(args), engine_urls(args)
+    return RoleTable.load(config.roles, policy, known_roles=ROLES, required=config.required_roles, engines=engines)
 
 
 _CREWS: dict[tuple[AgentFlowConfig, str], Crew] = {}

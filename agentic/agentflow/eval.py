@@ -114,7 +114,7 @@ def load_table(args: Namespace, config: AgentFlowConfig) -> RoleTable:
 
     Raises ConfigError when the planner has no address of its own or cannot return token ids.
     """
-    table = RoleTable.load(config.roles, NO_ROUTER, known_roles=ROLES, required=config.required_roles)
+    table = RoleTable.load(config.roles, NO_ROUTER, known_roles=ROLES, required=config.required_roles, engines={})
     sampling = {"temperature": args.temperature, "top_p": args.top_p, "max_new_tokens": args.max_new_tokens}
     evaluate_role(table, PLANNER, sampling)
     return table

@@ -11,7 +11,7 @@ Left out: starting servers (the entries under `servers` are read by the launcher
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,10 @@ import yaml
 from agentic.common.errors import ConfigError
 
 POLICY = "policy"
+ENGINE = "engine:"
 APIS = ("generate", "chat", "service")
+LOOPBACK = "127.0.0.1"
+MODEL, RETRIEVAL = KINDS = ("model", "retrieval")
 SAMPLING_FIELDS = ("temperature", "top_p", "stop")
 FROZEN_DEFAULTS: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "max_new_tokens": 2048}
 
@@ -32,7 +35,8 @@ class Role:
 
     name: str
     url: str
-    """`policy` (the trained model, behind the run's own router) or an address with http:// or https://."""
+    """`policy` (the trained model, behind the run's own router), `engine:NAME` (another model of `--sglang-config`) or an
+    address with http:// or https://."""
     api: str = "generate"
     """`generate` (SGLang, token ids in), `chat` (OpenAI chat completions) or `service` (no model: address, deadline,
     retries and concurrency of some other JSON service)."""
@@ -66,15 +70,21 @@ class Role:
 
 @dataclass(frozen=True)
 class ServerEntry:
-    """One model server of the role file, for the launcher."""
+    """One server of the role file, for the launcher."""
 
     name: str
-    model: str
-    """Hugging Face model directory."""
     port: int
     """Port to listen on; each server has its own."""
-    host: str = "127.0.0.1"
-    """Address to listen on."""
+    model: str = ""
+    """Hugging Face model directory; none for `kind: retrieval`."""
+    kind: str = MODEL
+    """`model` (an SGLang server) or `retrieval` (the retrieval service; `options` has its `index` or `corpus`)."""
+    host: str = LOOPBACK
+    """Address to listen on (default: that of `node`, or the loopback one), and under which the roles ask."""
+    node: str | None = None
+    """Address of the Ray node that runs it; without it this machine does."""
+    gpus: tuple[int, ...] = ()
+    """The GPUs it sees, by their number on the node; without it all, from the option `base-gpu-id` on."""
     tokenizer: str | None = None
     """Tokenizer of the roles on this server (default: the model's)."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -83,6 +93,19 @@ class ServerEntry:
     @property
     def url(self) -> str:
         return f"http://{self.host}:{self.port}"
+
+    def option(self, name: str) -> Any:
+        """The value of a server flag, written with dashes or underscores; None without it."""
+        return next((value for key, value in self.options.items() if key.lstrip("-").replace("_", "-") == name), None)
+
+    def size(self, name: str) -> int:
+        """A parallel size, 1 by default."""
+        return int(self.option(name) or 1)
+
+    def device_ids(self) -> tuple[int, ...]:
+        """Numbers of the GPUs that the server uses on its node."""
+        first, count = int(self.option("base-gpu-id") or 0), self.size("tp-size") * self.size("pp-size")
+        return self.gpus or tuple(range(first, first + count * self.size("dp-size")))
 
 
 ROLE_KEYS = {f.name for f in fields(Role)} - {"name", "trained"} | {"server"}
@@ -111,8 +134,11 @@ class RoleTable:
         policy_url: str,
         known_roles: Collection[str] | None,
         required: Collection[str] = (),
+        engines: Mapping[str, str] | None = None,
     ) -> RoleTable:
         """Read and check the role file; `known_roles=None` accepts any names.
+
+        `engines`: address of each model of `--sglang-config`; None when they are not known yet (to check the file only).
 
         Raises FileNotFoundError (no such file) or ConfigError (anything wrong inside), before any server is asked.
         """
@@ -124,8 +150,9 @@ class RoleTable:
         _check_keys(defaults, DEFAULT_KEYS, f"{source}: defaults")
         entries = _section(data, "roles", source)
         _check_names(entries, known_roles, required, source)
+        _check_services(entries, servers, source)
         roles = {
-            name: _build_role(name, entry, defaults, servers, policy_url, f"{source}: roles.{name}")
+            name: _build_role(name, entry, defaults, servers, policy_url, engines, f"{source}: roles.{name}")
             for name, entry in entries.items()
         }
         return cls(roles, servers, source)
@@ -207,7 +234,9 @@ def _build_server(name: str, entry: Any, where: str) -> ServerEntry:
     if not isinstance(entry, dict):
         raise ConfigError(f"{where}: must be a mapping such as {{model: PATH, port: 30000}}")
     _check_keys(entry, SERVER_KEYS, where)
-    for key in ("model", "port"):
+    if entry.get("kind", MODEL) not in KINDS:
+        raise ConfigError(f"{where}: kind '{entry['kind']}' is none of {', '.join(KINDS)}")
+    for key in ("model", "port") if entry.get("kind", MODEL) == MODEL else ("port",):
         if key not in entry:
             raise ConfigError(f"{where}: `{key}` is missing")
     port = entry["port"]
@@ -216,9 +245,40 @@ def _build_server(name: str, entry: Any, where: str) -> ServerEntry:
     options = entry.get("options") or {}
     if not isinstance(options, dict):
         raise ConfigError(f"{where}: options must be a mapping of server flags, not {options!r}")
-    return ServerEntry(
-        name, str(entry["model"]), port, entry.get("host", "127.0.0.1"), entry.get("tokenizer"), options
-    )
+    options = {key: value for key, value in options.items() if value != ""}  # empty: left out
+    gpus, node = tuple(entry.get("gpus") or ()), entry.get("node") or None
+    host = entry.get("host", LOOPBACK)
+    if node and host == LOOPBACK:
+        host = node  # roles ask from other machines
+    values = {**entry, "name": name, "model": str(entry.get("model", "")), "options": options}
+    server = ServerEntry(**{**values, "gpus": gpus, "host": host, "node": node})
+    _check_gpus(server, where)
+    return server
+
+
+def _check_gpus(server: ServerEntry, where: str) -> None:
+    if server.kind == RETRIEVAL and not (server.option("index") or server.option("corpus")):
+        raise ConfigError(f"{where}: a retrieval service needs `options: {{index: DIR}}` or `{{corpus: FILE}}`")
+    if not server.gpus:
+        return
+    if not all(isinstance(gpu, int) and gpu >= 0 for gpu in server.gpus) or len(set(server.gpus)) < len(server.gpus):
+        raise ConfigError(f"{where}: gpus must be different numbers such as [4, 5], not {list(server.gpus)}")
+    if server.option("base-gpu-id") is not None:
+        raise ConfigError(f"{where}: `gpus` and the option base-gpu-id exclude each other")
+    count = server.size("tp-size") * server.size("pp-size") * server.size("dp-size")
+    if server.kind == MODEL and len(server.gpus) != count:
+        raise ConfigError(f"{where}: {len(server.gpus)} gpus, but tp-size x pp-size x dp-size is {count}")
+
+
+def _check_services(entries: dict[str, Any], servers: dict[str, ServerEntry], source: str) -> None:
+    """A service that is no model has an address of its own."""
+    models = {server.url: name for name, server in servers.items() if server.kind == MODEL}
+    for name, entry in entries.items():
+        url = str(entry.get("url", "")).rstrip("/") if isinstance(entry, dict) else ""
+        if url in models and entry.get("api") == "service":
+            raise ConfigError(
+                f"{source}: roles.{name}: {url} is also the address of servers.{models[url]}; give each its own port"
+            )
 
 
 def _build_role(
@@ -227,6 +287,7 @@ def _build_role(
     defaults: dict[str, Any],
     servers: dict[str, ServerEntry],
     policy_url: str,
+    engines: Mapping[str, str] | None,
     where: str,
 ) -> Role:
     if not isinstance(entry, dict):
@@ -238,7 +299,7 @@ def _build_role(
     values = {key: value for key, value in defaults.items() if not (trained and key in SAMPLING_FIELDS)}
     if not trained:
         values = {**FROZEN_DEFAULTS, **values}
-    values.update(_address(entry, servers, policy_url, where))
+    values.update(_address(entry, servers, policy_url, engines, where))
     values.update({key: value for key, value in entry.items() if key not in ("url", "server")})
     stop = values.get("stop", ())
     values["stop"] = (stop,) if isinstance(stop, str) else tuple(stop or ())
@@ -248,17 +309,37 @@ def _build_role(
 
 
 def _address(
-    entry: dict[str, Any], servers: dict[str, ServerEntry], policy_url: str, where: str
+    entry: dict[str, Any],
+    servers: dict[str, ServerEntry],
+    policy_url: str,
+    engines: Mapping[str, str] | None,
+    where: str,
 ) -> dict[str, str | None]:
     if "server" not in entry:
-        url = policy_url if entry["url"] == POLICY else str(entry["url"])
-        return {"url": url.rstrip("/")}
+        return {"url": _resolve_url(str(entry["url"]), policy_url, engines, where).rstrip("/")}
     if entry["server"] not in servers:
         raise ConfigError(
             f"{where}: no server '{entry['server']}' under `servers:`{nearest(entry['server'], servers)}"
         )
     server = servers[entry["server"]]
+    if server.kind == RETRIEVAL:
+        if entry.get("api", "service") != "service":
+            raise ConfigError(f"{where}: servers.{server.name} is no model; use `api: service`")
+        return {"url": server.url, "api": "service"}
     return {"url": server.url, "model": server.model, "tokenizer": server.tokenizer or server.model}
+
+
+def _resolve_url(url: str, policy_url: str, engines: Mapping[str, str] | None, where: str) -> str:
+    if url == POLICY:
+        return policy_url
+    if not url.startswith(ENGINE):
+        return url
+    name = url.removeprefix(ENGINE)
+    if engines is None:
+        return f"http://{name}"
+    if name not in engines:
+        raise ConfigError(f"{where}: url '{url}': this run has no such model; name it in --sglang-config")
+    return engines[name]
 
 
 def _check_role(role: Role, where: str) -> None:

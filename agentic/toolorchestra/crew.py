@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentic.common.clients import FrozenClient, PolicyClient
+from agentic.common.engines import engine_urls
 from agentic.common.errors import ConfigError
 from agentic.common.judge import JudgeClient
 from agentic.common.roles import Role, RoleTable
@@ -60,13 +61,13 @@ class Crew:
         return self.table[name] if name in self.table else None
 
 
-def load_roles(config: OrchestraConfig, policy_url: str) -> RoleTable:
+def load_roles(config: OrchestraConfig, policy_url: str, engines: Mapping[str, str] | None = None) -> RoleTable:
     """The role table: `orchestrator` (trained), `user`, `judge`, `retrieval`, and any further names for expert models.
 
     Raises:
         FileNotFoundError, ConfigError: no such file, `orchestrator` missing or not the policy, wrong value.
     """
-    table = RoleTable.load(config.roles, policy_url, known_roles=None, required=(ORCHESTRATOR,))
+    table = RoleTable.load(config.roles, policy_url, known_roles=None, required=(ORCHESTRATOR,), engines=engines)
     if not table[ORCHESTRATOR].trained:
         raise ConfigError(
             f"{config.roles}: roles.{ORCHESTRATOR}: must have `url: policy`, it is the model that is trained"
@@ -83,7 +84,7 @@ def get_crew(args: Namespace) -> Crew:
     options = dict(getattr(args, "apply_chat_template_kwargs", None) or {})
     key = (config, get_model_url(args, "default", endpoint=""), json.dumps(options, sort_keys=True))
     if key not in _CREWS:
-        table = load_roles(config, key[1])
+        table = load_roles(config, key[1], engine_urls(args))
         logger.info("ToolOrchestra settings: %s\n%s", config, table.describe())
         _CREWS[key] = Crew.build(config, table, GenerateState(args).tokenizer, options)
     return _CREWS[key]

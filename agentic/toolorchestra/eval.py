@@ -84,7 +84,7 @@ def load_tables(args: Namespace) -> Tables:
     tables: Tables = {}
     for arm in args.arms:
         config = load_config(args, files[arm])
-        table = RoleTable.load(config.roles, NO_ROUTER, known_roles=None, required=(ORCHESTRATOR,))
+        table = RoleTable.load(config.roles, NO_ROUTER, known_roles=None, required=(ORCHESTRATOR,), engines={})
         evaluate_role(table, ORCHESTRATOR, {**_sampling(args), "max_new_tokens": config.max_new_tokens})
         tables[arm] = (config, table)
     if len(tables) == 2:

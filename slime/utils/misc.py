@@ -13,10 +13,12 @@ import socket
 import subprocess
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 
 def decode_int32_meta_array(meta_info: dict[str, Any], keys: str | Iterable[str]) -> torch.Tensor | None:
@@ -29,6 +31,8 @@ def decode_int32_meta_array(meta_info: dict[str, Any], keys: str | Iterable[str]
     value = next((meta_info[name] for name in names if meta_info.get(name) is not None), None)
     if value is None:
         return None
+    import torch  # programs that only start servers need none of it
+
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", torch.int32).flatten()
     if isinstance(value, str):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
+from agentic.common.engines import engine_urls
 from agentic.common.errors import ConfigError
-from agentic.common.roles import RoleTable, load_servers
+from agentic.common.roles import RETRIEVAL, RoleTable, load_servers
 
 KNOWN = ("planner", "executor", "judge")
 GOOD = """
@@ -94,3 +96,76 @@ def test_missing_role_and_missing_file(tmp_path: Path) -> None:
         _ = load(tmp_path, "roles: {planner: {url: policy}}")["executor"]
     with pytest.raises(FileNotFoundError, match="nowhere.yaml does not exist"):
         load_servers(tmp_path / "nowhere.yaml")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Where servers run, services, models of the run's own engines.
+
+
+def test_a_server_knows_its_gpus_and_its_machine(tmp_path: Path) -> None:
+    text = """
+servers:
+  here: {model: m, port: 1, options: {base-gpu-id: 4, tp_size: 2, dp-size: 2}}
+  there: {model: m, port: 1, node: 10.0.0.2, gpus: [6, 7], options: {tp-size: 2}}
+  search: {kind: retrieval, port: 2, node: "", options: {index: folder, embedder: ""}}
+"""
+    (tmp_path / "roles.yaml").write_text(text)
+    here, there, search = load_servers(tmp_path / "roles.yaml").values()
+    assert here.device_ids() == (4, 5, 6, 7) and here.host == "127.0.0.1" and here.node is None
+    assert there.device_ids() == (6, 7) and there.url == "http://10.0.0.2:1"
+    assert search.kind == RETRIEVAL and search.node is None and search.options == {"index": "folder"}
+
+
+@pytest.mark.parametrize(
+    ("server", "message"),
+    [
+        ("{port: 1, kind: database}", "kind 'database' is none of model, retrieval"),
+        ("{port: 1}", "`model` is missing"),
+        ("{port: 1, kind: retrieval}", "needs `options: {index: DIR}`"),
+        ("{port: 1, model: m, gpus: [0, 1]}", "2 gpus, but tp-size x pp-size x dp-size is 1"),
+        ("{port: 1, model: m, gpus: [0, 0]}", "gpus must be different numbers"),
+        ("{port: 1, model: m, gpus: [0], options: {base-gpu-id: 0}}", "exclude each other"),
+    ],
+)
+def test_servers_that_cannot_be(tmp_path: Path, server: str, message: str) -> None:
+    (tmp_path / "roles.yaml").write_text(f"servers: {{one: {server}}}")
+    with pytest.raises(ConfigError, match=f"servers.one: .*{message}"):
+        load_servers(tmp_path / "roles.yaml")
+
+
+SEARCH = """
+servers:
+  search: {kind: retrieval, port: 8000, options: {index: folder}}
+  frozen: {model: m, port: 30000}
+"""
+
+
+def test_a_role_on_the_retrieval_service_needs_no_model(tmp_path: Path) -> None:
+    role = load(tmp_path, SEARCH + "roles: {judge: {server: search}}")["judge"]
+    assert (role.url, role.api, role.tokenizer, role.model) == ("http://127.0.0.1:8000", "service", None, None)
+
+
+@pytest.mark.parametrize(
+    ("roles", "message"),
+    [
+        ("{judge: {server: search, api: chat, model: m}}", "roles.judge: servers.search is no model"),
+        ("{judge: {url: 'http://127.0.0.1:30000/', api: service}}", "is also the address of servers.frozen"),
+    ],
+)
+def test_services_and_models_do_not_share_an_address(tmp_path: Path, roles: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, SEARCH + f"roles: {roles}")
+
+
+def test_a_role_on_an_engine_of_the_run_never_reaches_the_policy(tmp_path: Path) -> None:
+    routers = {"actor": ("10.0.0.1", 3000), "coder": ("10.0.0.1", 3001)}
+    args = Namespace(sglang_model_routers=routers, sglang_router_ip="10.0.0.1", sglang_router_port=3000)
+    assert engine_urls(args) == {"coder": "http://10.0.0.1:3001"}
+    text = "roles: {{planner: {{url: policy}}, executor: {{url: 'engine:{}', tokenizer: m}}}}"
+    (tmp_path / "roles.yaml").write_text(text.format("coder"))
+    table = RoleTable.load(tmp_path / "roles.yaml", "http://10.0.0.1:3000", KNOWN, engines=engine_urls(args))
+    assert table["executor"].url == "http://10.0.0.1:3001" and not table["executor"].trained
+    assert RoleTable.load(tmp_path / "roles.yaml", "http://x", KNOWN)["executor"].url == "http://coder"
+    (tmp_path / "roles.yaml").write_text(text.format("actor"))
+    with pytest.raises(ConfigError, match="roles.executor: url 'engine:actor': this run has no such model"):
+        RoleTable.load(tmp_path / "roles.yaml", "http://x", KNOWN, engines=engine_urls(args))

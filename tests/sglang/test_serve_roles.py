@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import socket
 import subprocess
@@ -9,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 from helpers_sglang import free_port, generate, save_tiny_model
 
@@ -112,3 +115,55 @@ def test_serves_and_ends_with_sigkill(tmp_path: Path) -> None:
     tool.kill()
     tool.communicate()
     assert left(sessions) == []
+
+
+def until(tool: subprocess.Popen[str], word: str) -> str:
+    """The next line that begins with `word`."""
+    assert tool.stdout is not None
+    seen = []
+    for line in tool.stdout:
+        seen.append(line)
+        if line.startswith(word):
+            return line.rstrip("\n")
+    raise AssertionError(f"the tool ended before it said {word}: {seen}")
+
+
+def main_process(session: int) -> int:
+    """The server behind a guard: the guard's child."""
+    return int(Path(f"/proc/{session}/task/{session}/children").read_text().split()[0])
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_three_models_and_retrieval_survive_a_death(tmp_path: Path) -> None:
+    """Three servers of the tiny model and the retrieval service: one model is killed and comes back, the end leaves nothing."""
+    save_tiny_model(tmp_path / "model")
+    passages = [{"id": str(number), "contents": f"fact number {number}"} for number in range(8)]
+    (tmp_path / "passages.jsonl").write_text("".join(json.dumps(passage) + "\n" for passage in passages))
+    ports = {name: free_port() for name in ("one", "two", "three", "search")}
+    entries = [f"  {name}: {{model: {tmp_path / 'model'}, port: {ports[name]}}}" for name in ("one", "two", "three")]
+    entries.append(
+        f"  search: {{kind: retrieval, port: {ports['search']}, options: {{corpus: {tmp_path / 'passages.jsonl'}}}}}"
+    )
+    roles = tmp_path / "roles.yaml"
+    roles.write_text("servers:\n" + "\n".join(entries) + "\n")
+    tool = start(roles)
+    try:
+        until(tool, "ALL READY")
+        sessions = sessions_of(tool)
+        assert len(sessions) == 4
+        os.kill(main_process(sessions[1]), signal.SIGKILL)
+        assert until(tool, "DIED") == "DIED two died; restart 1 of 5 in 1 s"
+        assert until(tool, "READY") == f"READY two http://127.0.0.1:{ports['two']}"
+        for name in ("one", "two", "three"):
+            assert len(generate(f"http://127.0.0.1:{ports[name]}", [1, 2, 3], 2)["output_ids"]) == 2
+        query = {"queries": ["fact number 3"], "topk": 1}
+        hits = httpx.post(f"http://127.0.0.1:{ports['search']}/retrieve", json=query, timeout=60).json()
+        assert "fact number 3" in json.dumps(hits)
+        sessions = sorted({*sessions, *sessions_of(tool)})
+        tool.send_signal(signal.SIGTERM)
+        output, _ = tool.communicate(timeout=120)
+        assert tool.returncode == 0 and "STOPPING" in output and left(sessions) == []
+    finally:
+        tool.kill()
+        tool.communicate()
