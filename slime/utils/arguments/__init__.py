@@ -73,8 +73,15 @@ def get_slime_extra_args_provider(add_custom_arguments: ArgumentsProvider | None
     return add_slime_arguments
 
 
-def parse_args(add_custom_arguments: ArgumentsProvider | None = None, argv: Sequence[str] | None = None) -> Namespace:
-    """Parse and validate the command line (or `argv`). Prints one line and exits with 2 when it cannot be used."""
+def parse_args(
+    add_custom_arguments: ArgumentsProvider | None = None,
+    argv: Sequence[str] | None = None,
+    use_gpu: bool | None = None,
+) -> Namespace:
+    """Parse and validate the command line (or `argv`). Prints one line and exits with 2 when it cannot be used.
+
+    `use_gpu`: read it for a machine with or without GPUs (default: this one).
+    """
     # The engine's flags belong to its backend; importing it here keeps this package importable without one.
     from slime.backends.sglang_utils.arguments import add_sglang_arguments, needs_all_flags, validate_sglang_args
 
@@ -82,6 +89,7 @@ def parse_args(add_custom_arguments: ArgumentsProvider | None = None, argv: Sequ
     get_slime_extra_args_provider(add_custom_arguments)(parser)
     add_sglang_arguments(parser, all_flags=needs_all_flags(sys.argv[1:] if argv is None else argv))
     args = parser.parse_strictly(argv)
+    args.use_gpu = use_gpu
     try:
         slime_validate_args(args)
         validate_sglang_args(args)

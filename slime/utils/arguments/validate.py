@@ -75,7 +75,8 @@ _MINIMA: dict[str, int] = {
 
 def slime_validate_args(args: Namespace) -> None:
     """Check `args`, fill in what follows from other flags, and read all data files once."""
-    args.use_gpu = torch.cuda.is_available()
+    if getattr(args, "use_gpu", None) is None:
+        args.use_gpu = torch.cuda.is_available()
     _apply_custom_config(args)
     _check_ranges(args)
     _check_backend(args)

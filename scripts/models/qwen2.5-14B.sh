@@ -1,0 +1,19 @@
+# Qwen2.5 14B: its sizes as Megatron-core names them, for tools and --train-backend megatron. Source this file, then use
+# "${MODEL_ARGS[@]}". MODEL_ROTARY_BASE replaces the rotary base (a fine-tuned model may have another one).
+MODEL_ARGS=(
+    --num-layers 48
+    --hidden-size 5120
+    --ffn-hidden-size 13824
+    --num-attention-heads 40
+    --group-query-attention
+    --num-query-groups 8
+    --add-qkv-bias
+    --disable-bias-linear
+    --swiglu
+    --normalization RMSNorm
+    --norm-epsilon 1e-6
+    --use-rotary-position-embeddings
+    --rotary-base "${MODEL_ROTARY_BASE:-1000000}"
+    --vocab-size 152064
+    --untie-embeddings-and-output-weights
+)

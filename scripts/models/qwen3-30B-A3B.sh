@@ -1,0 +1,23 @@
+# Qwen3 30B-A3B: its sizes as Megatron-core names them, for tools and --train-backend megatron. Source this file, then use
+# "${MODEL_ARGS[@]}". MODEL_ROTARY_BASE replaces the rotary base (a fine-tuned model may have another one).
+MODEL_ARGS=(
+    --num-layers 48
+    --hidden-size 2048
+    --ffn-hidden-size 6144
+    --num-attention-heads 32
+    --group-query-attention
+    --num-query-groups 4
+    --kv-channels 128
+    --qk-layernorm
+    --disable-bias-linear
+    --swiglu
+    --normalization RMSNorm
+    --norm-epsilon 1e-6
+    --use-rotary-position-embeddings
+    --rotary-base "${MODEL_ROTARY_BASE:-1000000}"
+    --vocab-size 151936
+    --untie-embeddings-and-output-weights
+    --num-experts 128
+    --moe-router-topk 8
+    --moe-ffn-hidden-size 768
+)

@@ -1,0 +1,20 @@
+# Qwen3 8B: its sizes as Megatron-core names them, for tools and --train-backend megatron. Source this file, then use
+# "${MODEL_ARGS[@]}". MODEL_ROTARY_BASE replaces the rotary base (a fine-tuned model may have another one).
+MODEL_ARGS=(
+    --num-layers 36
+    --hidden-size 4096
+    --ffn-hidden-size 12288
+    --num-attention-heads 32
+    --group-query-attention
+    --num-query-groups 8
+    --kv-channels 128
+    --qk-layernorm
+    --disable-bias-linear
+    --swiglu
+    --normalization RMSNorm
+    --norm-epsilon 1e-6
+    --use-rotary-position-embeddings
+    --rotary-base "${MODEL_ROTARY_BASE:-1000000}"
+    --vocab-size 151936
+    --untie-embeddings-and-output-weights
+)
