@@ -47,16 +47,20 @@ class LaunchKit:
             words = [f"{key}={value}" for key, value in plan.env.items()]
             words += [word.replace(str(launching.ROOT), "ROOT") for word in plan.argv]
             blocks.append("\n  --".join(f"[{label}] {' '.join(words)}".split(" --")))
+            if plan.limits:
+                blocks.append(f"  (planned with {' '.join(plan.limits)})")
         return "\n".join(blocks) + "\n"
 
     def record(self) -> None:
         self.snapshot.write_text(self.expanded())
 
-    def run(self, script: str, *flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, script: str, *flags: str, cwd: Path | None = None, **environ: str
+    ) -> subprocess.CompletedProcess[str]:
         """A script of the method's folder, with this interpreter."""
         env = {**os.environ, "PYTHON": sys.executable, **environ}
         command = ["bash", str(self.folder / script), *flags]
-        return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=120)
+        return subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, check=False, timeout=300)
 
     def write(self, folder: Path, command: str, **changes: Any) -> Path:
         """The files of a command, written with `folder` as every output."""

@@ -24,6 +24,8 @@ PROGRAMS = {
     "make_flag_docs": "tools/make_flag_docs.py",
     "make_requirements": "tools/make_requirements.py",
     "make_capability_docs": "tools/make_capability_docs.py",
+    "make_memory_tables": "tools/make_memory_tables.py",
+    "plan_run": "tools/plan_run.py",
     "serve_roles": "tools/serve_roles.py",
     "checkpoints.py": "tools/checkpoints.py",
     "gpu_check.sh": "benchmarks.gpu.run",
@@ -38,6 +40,10 @@ PROGRAMS = {
     "agentflow/eval.sh": "agentic.agentflow.launch",
     "agentic.agentflow.eval": "agentic.agentflow.eval",
     "agentic.agentflow.data": "agentic.agentflow.data convert",
+    "memagent/launch.sh": "agentic.memagent.launch",
+    "run-agentflow": "agentic.agentflow.launch",
+    "run-memagent": "agentic.memagent.launch",
+    "run-toolorchestra": "agentic.toolorchestra.launch",
     "toolorchestra/launch.sh": "agentic.toolorchestra.launch",
     "toolorchestra/serve.sh": "agentic.toolorchestra.launch",
     "toolorchestra/eval.sh": "agentic.toolorchestra.launch",
@@ -47,6 +53,8 @@ PROGRAMS = {
 }
 # A program with commands of its own; its page names their flags without the program.
 COMMANDS = tuple(f"agentic.toolorchestra.data {command}" for command in ("tau2", "toolscale", "qa", "inspect"))
+# Programs whose flags pages name without them.
+SINGLE = ("quickstart", "gpu_check.sh", "serve_roles")
 LAUNCHERS = tuple(f"agentic.{name}.launch" for name in ("agentflow", "memagent", "toolorchestra"))
 # Switches of our shell scripts, which have no parser.
 SCRIPT_FLAGS = {"scripts/test.sh": "--slow", "scripts/check.sh": "--fix"}
@@ -57,7 +65,7 @@ _HEADING = re.compile(r"^#+ +(.+)$", re.MULTILINE)
 _PROJECT_PATH = re.compile(r"`((?:agentic|slime|tools|scripts|tests|docs|requirements)/[\w./-]+)`")
 _DOTTED = re.compile(r"\b((?:agentic|slime)\.[\w.]+\w)")
 # Programs that are not ours, whose flags are their own.
-FOREIGN = re.compile(r"(?:\w+=\S+ )*(?:docker|pip) ")
+FOREIGN = re.compile(r"(?:\w+=\S+ )*(?:docker|pip|sbatch|bash scripts/ray/start_node.sh) ")
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 
 
@@ -141,7 +149,11 @@ def flags_of_program(page: Path) -> Iterator[tuple[str, str]]:
         if FOREIGN.match(snippet):
             continue
         program = next((name for name in PROGRAMS if any(name in word for word in words[:3])), "")
-        yield from ((program, flag) for flag in _FLAG.findall(snippet))
+        # Behind a lone `--` of a launcher stand flags of train.py.
+        own, _, rest = snippet.partition(" -- ")
+        passes_on = program == "plan_run" or PROGRAMS.get(program) in LAUNCHERS
+        yield from ((program, flag) for flag in _FLAG.findall(own if passes_on else snippet))
+        yield from (("train.py", flag) for flag in _FLAG.findall(rest) if passes_on)
 
 
 @cache
@@ -198,7 +210,7 @@ def test_flags_in_the_text_are_accepted(page: Path) -> None:
         else:
             methods = [*LAUNCHERS, *(f"agentic.{name}.eval" for name in ("agentflow", "toolorchestra"))]
             services = [f"agentic.toolorchestra.retrieval.{name}" for name in ("build", "serve")]
-            tools = [PROGRAMS[name] for name in PROGRAMS if name in ("quickstart", "gpu_check.sh") or "convert" in name]
+            tools = [PROGRAMS[name] for name in PROGRAMS if name in SINGLE or "convert" in name]
             programs = (*tools, *methods, *COMMANDS, *services)
             known = train_flags().union(checkpoint_flags(), SCRIPT_FLAGS.values(), *map(accepted, programs))
         if flag not in known:

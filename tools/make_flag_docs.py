@@ -222,7 +222,7 @@ def role_file_section(prefix: str, example: Sequence[str], work: dict[str, str])
         "## Role file",
         "",
         f"The YAML file of `{prefix}roles` has the sections `defaults`, `servers` and `roles`. It says who answers where; the table",
-        "that follows from it is logged at start. `tools/serve_roles.py --roles FILE` starts what stands under `servers`.",
+        "that follows from it is logged at start. `python scripts/serve_roles.py FILE` starts what stands under `servers`.",
         "",
         "```yaml",
         *example,

@@ -11,23 +11,22 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from agentic.common.launching import Launcher, Plan, Service, Settings, check_train, says, services
-from agentic.common.roles import load_servers
+from agentic.common.launching import Launcher, Plan, Service, Settings, check_servers, check_train, says, services
 
 
-def check(command: str, plan: Plan) -> None:
-    """Have the program's own parser read the plan. Raises ConfigError."""
+def check(command: str, plan: Plan) -> str:
+    """Have the program's own parser read the plan; what there is to show of it. Raises ConfigError."""
     if command == "train":
-        check_train(plan)
-    elif command == "eval":
-        # Imported here: it loads the model libraries, which a launcher does not need.
-        from agentic.agentflow import eval as evaluation
+        return check_train(plan)
+    if command != "eval":
+        return check_servers(plan)
+    # Imported here: it loads the model libraries, which a launcher does not need.
+    from agentic.agentflow import eval as evaluation
 
-        args = evaluation.parse_args(plan.argv[2:])
-        evaluation.check_args(args)
-        evaluation.load_tables(args)
-    else:
-        load_servers(next(iter(plan.files)))
+    args = evaluation.parse_args(plan.argv[2:])
+    evaluation.check_args(args)
+    evaluation.load_tables(args)
+    return ""
 
 
 class AgentFlowLauncher(Launcher):

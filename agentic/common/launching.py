@@ -5,8 +5,9 @@ Inputs: a `launch.yaml` with `settings` (name: default), `inputs` (settings that
 (`<PREFIX><NAME>`), and that by its flag; flags behind `--` go to the program unchanged. In the YAML `${name}` stands for a
 setting, and what has an empty `only_if` is left out.
 Invariants: no host, port, path or number of a run is written here; what is missing or wrong is said before anything
-starts; only processes that this one started are ended; `--dry-run` prints the command and has the program's own parser
-read it, with stand-ins for inputs that are not there yet.
+starts; only processes that this one started are ended, and they end with it, however it ends; `--dry-run` prints the
+command, has the program's own parser read it, with stand-ins for inputs that are not there yet, and shows the plan of
+`tools/plan_run.py` (GPUs, parallel sizes, memory).
 Leaves out: what the commands are, starting Ray on further machines.
 """
 
@@ -26,7 +27,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
@@ -42,8 +43,9 @@ logger = logging.getLogger(__name__)
 ROOT = Path(__file__).resolve().parents[2]
 STOP_S = 90.0
 POLL_S = 0.5
-# The parser lives with the trainer, which the methods do not import.
-CHECK_TRAIN = "from slime.utils.arguments import parse_args; parse_args()"
+# Programs: the methods do not import the trainer and its parts.
+PLANNER = ROOT / "tools/plan_run.py"
+GUARD = ROOT / "slime/backends/sglang_utils/child_guard.py"
 
 Settings = dict[str, Any]
 
@@ -58,15 +60,20 @@ class Plan:
     """Added to the environment."""
     files: dict[Path, str]
     """Written first."""
+    limits: list[str] = field(default_factory=list)
+    """Flags of `tools/plan_run.py`: the machine that the program is planned for."""
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """One method's launcher; `check(command, plan)` raises ConfigError for a plan its program would refuse."""
+    """One method's launcher.
+
+    `check(command, plan)` raises ConfigError for a plan its program would refuse, and returns what there is to show of it.
+    """
 
     module: str
     template_path: Path
-    check: Callable[[str, Plan], None]
+    check: Callable[[str, Plan], str]
 
     @property
     def prefix(self) -> str:
@@ -81,14 +88,12 @@ class Launcher:
     def make_plan(self, command: str, settings: Settings, extra: Sequence[str] = ()) -> Plan:
         """Arguments, environment and files of a command."""
         entry = fill(self.template["commands"][command], settings)
-        flags: dict[str, Any] = {}
-        for group in entry["flags"]:
-            flags |= group  # a later group replaces flags of an earlier one
+        flags, limits = _merged(entry["flags"]), _merged(entry.get("limits", []))
         program = [str(ROOT / word) if word.endswith(".py") else word for word in entry["program"]]
         files = fill(self.template["files"][entry["files"]], settings)
         texts = {Path(entry["folder"]) / file: yaml.safe_dump(body, sort_keys=False) for file, body in files.items()}
         env = {key: str(value) for key, value in entry.get("env", {}).items()}
-        return Plan([*program, *_arguments(flags), *extra], env, texts)
+        return Plan([*program, *_arguments(flags), *extra], env, texts, list(_arguments(limits)))
 
     def missing_inputs(self, command: str, settings: Settings) -> dict[str, str]:
         """Inputs of a command that are set but not there, with what they should be (`directory`, `file`)."""
@@ -98,25 +103,38 @@ class Launcher:
         paths = {key: Path(str(settings[key]).partition("@[")[0]) for key in kinds if settings[key]}
         return {key: kinds[key] for key, path in paths.items() if not there[kinds[key]](path)}
 
-    def check_command(self, command: str, settings: Settings, extra: Sequence[str]) -> None:
+    def check_command(self, command: str, settings: Settings, extra: Sequence[str]) -> str:
         """Let the program's parser read the command, in a scratch folder with stand-ins for missing inputs.
 
-        Raises ConfigError with the parser's message.
+        Returns the plan as text. Raises ConfigError with the parser's message.
         """
         with tempfile.TemporaryDirectory() as scratch:
             folders = {key: f"{scratch}/{key}" for key in self.template["outputs"]}
             tried = {**settings, **folders}
             for key, kind in self.missing_inputs(command, settings).items():
-                tried[key] = _stand_in(Path(scratch) / key, kind)
+                tried[key] = _stand_in(Path(scratch) / key, kind, settings[key])
             plan = self.make_plan(command, tried, extra)
             write_files(plan)
-            self.check(command, plan)
+
+            def own_names(text: str) -> str:
+                changed = [key for key, value in tried.items() if value != settings[key]]
+                for key in sorted(changed, key=lambda key: -len(tried[key])):
+                    text = text.replace(tried[key], settings[key])
+                return text
+
+            try:
+                return own_names(self.check(command, plan))
+            except (ConfigError, FileNotFoundError) as error:
+                raise type(error)(own_names(str(error))) from error
 
     def run(self, argv: Sequence[str], environ: Mapping[str, str]) -> int:
         """Carry out the command line; the exit code of the program. Raises ConfigError, FileNotFoundError."""
         own, extra = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, ())
         args = self._parse(own)
         settings = read_settings(args, environ, self.prefix, self.template["settings"])
+        for name in self.template.get("shipped", []):
+            if settings[name] == self.template["settings"][name]:
+                settings[name] = str(ROOT / settings[name])
         if args.dry_run:
             for command, more in [("serve-eval", ())] * args.serve + [(args.command, extra)]:
                 self._rehearse(command, settings, more)
@@ -136,7 +154,7 @@ class Launcher:
         plan = self.make_plan(command, settings, extra)
         for name in self.missing_inputs(command, settings):
             sys.stderr.write(f"note: {_flag(name)} {settings[name]} is not there yet\n")
-        self.check_command(command, settings, extra)
+        sys.stderr.write(self.check_command(command, settings, extra))
         assignments = [f"{key}={shlex.quote(value)}" for key, value in plan.env.items()]
         sys.stdout.write(" ".join([*assignments, shlex.join(["python", *plan.argv])]) + "\n")
 
@@ -243,6 +261,11 @@ def _fill_text(text: str, settings: Settings) -> Any:
     return re.sub(r"\$\{(\w+)\}", lambda match: str(settings[match.group(1)]), text)
 
 
+def _merged(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A later group replaces flags of an earlier one."""
+    return {flag: value for group in groups for flag, value in group.items()}
+
+
 def _arguments(flags: Mapping[str, Any]) -> Iterator[str]:
     for flag, value in flags.items():
         yield flag
@@ -254,23 +277,34 @@ def _arguments(flags: Mapping[str, Any]) -> Iterator[str]:
 # Checks and processes.
 
 
-def _stand_in(path: Path, kind: str) -> str:
+def _stand_in(path: Path, kind: str, stands_for: str) -> str:
     if kind == "directory":
         path.mkdir()
-        (path / "config.json").write_text("{}", encoding="utf-8")
+        # The planner knows models by this name.
+        (path / "config.json").write_text(json.dumps({"stand_in_for": stands_for}), encoding="utf-8")
         return str(path)
     file = path.with_suffix(".jsonl")
     file.write_text(json.dumps({"prompt": "1 + 1?", "label": "2"}) + "\n", encoding="utf-8")
     return str(file)
 
 
-def check_train(plan: Plan) -> None:
-    """Have the trainer's parser read the plan. Raises ConfigError with its last line."""
-    command = [sys.executable, "-c", CHECK_TRAIN, *plan.argv[1:]]
+def check_train(plan: Plan) -> str:
+    """What the planner says of a training run and the servers beside it. Raises ConfigError with its last line."""
+    return _ask_planner(plan, ["--", *plan.argv[1:]])
+
+
+def check_servers(plan: Plan) -> str:
+    """What the planner says of the servers of a role file. Raises ConfigError with its last line."""
+    return _ask_planner(plan, [])
+
+
+def _ask_planner(plan: Plan, run: Sequence[str]) -> str:
+    command = [sys.executable, str(PLANNER), *plan.limits, *run]
     answer = subprocess.run(command, env=_environment(plan), capture_output=True, text=True, check=False)
     if answer.returncode:
-        last = (answer.stderr.strip() or "the trainer's parser failed").splitlines()[-1]
+        last = (answer.stderr.strip() or "the planner failed").splitlines()[-1]
         raise ConfigError(last.removeprefix("error: "))
+    return answer.stdout
 
 
 def write_files(plan: Plan) -> None:
@@ -288,20 +322,20 @@ def _environment(plan: Plan) -> dict[str, str]:
 @contextmanager
 def running(plan: Plan, log: Path | None = None) -> Iterator[subprocess.Popen[bytes]]:
     """The program as a child that does not outlive the block; its output goes to `log` or to ours."""
+    guard = [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), str(STOP_S)]
     with log.open("wb") if log else nullcontext() as output:
         process = subprocess.Popen(
-            [sys.executable, *plan.argv], env=_environment(plan), stdout=output, stderr=output and subprocess.STDOUT
+            [*guard, sys.executable, *plan.argv],
+            env=_environment(plan),
+            stdout=output,
+            stderr=output and subprocess.STDOUT,
         )
     try:
         yield process
     finally:
         if process.poll() is None:
             process.terminate()
-            try:
-                process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.wait()  # the guard kills what does not end within STOP_S
 
 
 @dataclass(frozen=True)
@@ -347,15 +381,6 @@ def _wait_ready(service: Service, process: subprocess.Popen[bytes], deadline: fl
             raise ConfigError(f"{service.name}: {state}: {last[0]}; log: {service.log}")
         time.sleep(POLL_S)
     logger.info("%s: ready", service.name)
-
-
-def wait_for_first(processes: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Wait until one of the programs ends; its exit code."""
-    while True:
-        for process in processes:
-            if process.poll() is not None:
-                return process.returncode
-        time.sleep(POLL_S)
 
 
 def _raise_exit(number: int, _frame: FrameType | None) -> None:

@@ -10,21 +10,20 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from agentic.common.launching import Launcher, Plan, check_train
-from agentic.common.roles import load_servers
+from agentic.common.launching import Launcher, Plan, check_servers, check_train
 
 
-def check(command: str, plan: Plan) -> None:
-    """Have the program's own parser read the plan. Raises ConfigError."""
+def check(command: str, plan: Plan) -> str:
+    """Have the program's own parser read the plan; what there is to show of it. Raises ConfigError."""
     if command == "train":
-        check_train(plan)
-    elif command == "eval":
-        # Imported here: it loads the model libraries, which a launcher does not need.
-        from agentic.memagent import eval as evaluation
+        return check_train(plan)
+    if command != "eval":
+        return check_servers(plan)
+    # Imported here: it loads the model libraries, which a launcher does not need.
+    from agentic.memagent import eval as evaluation
 
-        evaluation.check_args(evaluation.parse_args(plan.argv[2:]))
-    else:
-        load_servers(next(path for path in plan.files if path.name == "roles.yaml"))
+    evaluation.check_args(evaluation.parse_args(plan.argv[2:]))
+    return ""
 
 
 LAUNCHER = Launcher("agentic.memagent.launch", Path(__file__).with_name("launch.yaml"), check)

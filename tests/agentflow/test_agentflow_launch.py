@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 from helpers_launch import LaunchKit
+from helpers_planner import ask_planner
 
 from agentic.agentflow.config import AgentFlowConfig
 from agentic.agentflow.crew import ROLES
@@ -48,19 +49,25 @@ def test_dry_run_prints_the_command_that_the_parser_accepts(tmp_path: Path) -> N
     assert f"--save {tmp_path}/o/checkpoints" in done.stdout and "--rollout-max-response-len 512" in done.stdout
     assert done.stdout.startswith("CUDA_VISIBLE_DEVICES=0,1,2,3 python ") and done.stdout.endswith("--lr 2e-6\n")
     assert not (tmp_path / "o").exists()
+    assert "training: DP 4, 20480 tokens per GPU" in done.stderr and "http://127.0.0.1:30001, GPUs 6,7:" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--", "--eps-clipp", "1"], "--eps-clipp"),
-        (["--prompts-per-rollout", "3", "--samples-per-prompt", "5"], "--global-batch-size 64"),
         (["--turn-weighting", "turnwise"], "agentflow_turn_weighting is 'turnwise'"),
+        (
+            ["--frozen-first-gpu", "3"],
+            "error: outputs/agentflow/roles.yaml: servers.frozen: GPU 3 belongs to the policy",
+        ),
+        (["--model", "models/mine"], "error: models/mine: no such model folder, and no known name"),
     ],
 )
 def test_dry_run_refuses_what_the_parser_refuses(
-    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(launching, "_ask_planner", ask_planner)
     assert LAUNCHER.main(["train", "--dry-run", *flags]) == 2
     out = capsys.readouterr()
     assert out.err.splitlines()[-1].startswith("error: ") and message in out.err and out.out == ""
@@ -84,7 +91,7 @@ def test_flags_beat_variables_beat_defaults(
 ) -> None:
     monkeypatch.setenv("AGENTFLOW_POLICY_GPUS", "2")
     monkeypatch.setenv("AGENTFLOW_SEED", "5")
-    monkeypatch.setattr(launching.Launcher, "check_command", lambda *_: None)
+    monkeypatch.setattr(launching.Launcher, "check_command", lambda *_: "")
     assert LAUNCHER.main(["train", "--dry-run", "--policy-gpus", "8"]) == 0
     assert "--actor-num-gpus-per-node 8 " in (command := capsys.readouterr().out) and "--seed 5 " in command
     assert LAUNCHER.main(["eval", "--dry-run", "--benchmarks", "math=a", "gsm8k=b"]) == 0
@@ -95,8 +102,7 @@ def test_flags_beat_variables_beat_defaults(
 
 
 def test_every_setting_changes_something() -> None:
-    # The launcher itself reads this one.
-    assert KIT.settings_without_effect(trained_model="t", eval_data="e") == ["start_roles"]
+    assert KIT.settings_without_effect(trained_model="t", eval_data="e") == []
 
 
 def test_written_files_are_what_the_programs_read(tmp_path: Path) -> None:
@@ -175,7 +181,8 @@ def test_servers_started_elsewhere_are_left_alone(tmp_path: Path, monkeypatch: p
     assert not (tmp_path / "pid").exists()
 
 
-def test_sigterm_ends_what_was_started(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_ends_what_was_started(tmp_path: Path, number: signal.Signals) -> None:
     child = tmp_path / "child.py"
     child.write_text(
         f"import os, pathlib, time\npathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))\ntime.sleep(60)\n"
@@ -190,8 +197,11 @@ def test_sigterm_ends_what_was_started(tmp_path: Path) -> None:
     deadline = time.monotonic() + 60
     while not ((tmp_path / "pid").exists() and (tmp_path / "pid").read_text()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    parent.send_signal(signal.SIGTERM)
-    assert parent.wait(90) == 128 + signal.SIGTERM
+    parent.send_signal(number)
+    assert parent.wait(90) == (128 + number if number == signal.SIGTERM else -number)
+    deadline = time.monotonic() + 60
+    while is_alive(int((tmp_path / "pid").read_text())) and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert not is_alive(int((tmp_path / "pid").read_text()))
 
 

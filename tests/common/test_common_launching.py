@@ -28,7 +28,7 @@ def launcher(folder: Path, servers: str = SERVERS) -> Launcher:
     }
     template = {"settings": {"eval_output": str(folder)}, "inputs": {}, "outputs": [], "files": {"none": {}}}
     (folder / "launch.yaml").write_text(yaml.safe_dump({**template, "commands": commands}))
-    return Launcher("some.method.launch", folder / "launch.yaml", lambda *_: None)
+    return Launcher("some.method.launch", folder / "launch.yaml", lambda *_: "")
 
 
 def test_servers_end_with_the_evaluation(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from helpers_launch import LaunchKit
+from helpers_planner import ask_planner
 
 from agentic.common import launching
 from agentic.common.errors import ConfigError
@@ -52,19 +53,23 @@ def test_dry_run_prints_the_command_that_the_parser_accepts(tmp_path: Path) -> N
     ],
 )
 def test_dry_run_refuses_what_the_parser_refuses(
-    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(launching, "_ask_planner", ask_planner)
     assert LAUNCHER.main(["train", "--dry-run", *flags]) == 2
     out = capsys.readouterr()
     assert out.err.splitlines()[-1].startswith("error: ") and message in out.err and out.out == ""
 
 
-def test_eval_and_its_servers_have_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_and_its_servers_have_a_dry_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "_ask_planner", ask_planner)
     script = (KIT.folder / "eval.sh").read_text()
     assert "command=serve-eval" in script and "agentic.memagent.launch" in script
     assert LAUNCHER.main(["eval", "--dry-run", "--lengths", "7k", "3.5M"]) == 0
     assert "--lengths 7k 3.5M --roles" in capsys.readouterr().out
-    assert LAUNCHER.main(["serve-eval", "--dry-run", "--direct-model", "m"]) == 0
+    assert LAUNCHER.main(["serve-eval", "--dry-run", "--direct-model", "Qwen2.5-14B-Instruct"]) == 0
     assert "serve_roles.py --roles outputs/memagent_eval/roles.yaml " in capsys.readouterr().out
     assert LAUNCHER.main(["eval", "--dry-run", "--lengths", "7q"]) == 2
     assert "--lengths 7q" in capsys.readouterr().err
@@ -75,7 +80,7 @@ def test_flags_beat_variables_beat_defaults(
 ) -> None:
     monkeypatch.setenv("MEMAGENT_POLICY_GPUS", "2")
     monkeypatch.setenv("MEMAGENT_SEED", "5")
-    monkeypatch.setattr(launching.Launcher, "check_command", lambda *_: None)
+    monkeypatch.setattr(launching.Launcher, "check_command", lambda *_: "")
     assert LAUNCHER.main(["train", "--dry-run", "--policy-gpus", "4"]) == 0
     assert "--actor-num-gpus-per-node 4 " in (command := capsys.readouterr().out) and "--seed 5 " in command
     monkeypatch.setenv("MEMAGENT_SEED", "five")

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import http.server
-import threading
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import yaml
 from helpers_launch import LaunchKit
+from helpers_planner import ask_planner
 
 from agentic.common import launching
 from agentic.common.errors import ConfigError
 from agentic.common.roles import RoleTable
 from agentic.toolorchestra.config import OrchestraConfig
 from agentic.toolorchestra.experts import Experts
-from agentic.toolorchestra.launch import LAUNCHER, answers
+from agentic.toolorchestra.launch import LAUNCHER
 
 KIT = LaunchKit(
     LAUNCHER,
-    ("train", "serve", "serve-eval", "retrieval", "eval"),
+    ("train", "serve", "serve-eval", "eval"),
     Path(__file__).with_name("orchestra_launch_argv.txt"),
     {
         "train with eval_data": ("train", {"eval_data": "data/dev.jsonl"}),
-        "retrieval with corpus": ("retrieval", {"corpus": "data/passages.jsonl"}),
         "eval with trained_model": ("eval", {"trained_model": "hf"}),
     },
 )
@@ -36,36 +34,49 @@ def test_expanded_commands_are_as_recorded() -> None:
     assert KIT.expanded() == KIT.snapshot.read_text()
 
 
-def test_dry_run_prints_the_command_that_the_parser_accepts(tmp_path: Path) -> None:
-    done = KIT.run("launch.sh", "--dry-run", "--output", str(tmp_path / "o"), "--", "--lr", "2e-6")
+def test_dry_run_shows_plan_and_command_from_any_folder(tmp_path: Path) -> None:
+    """The default aliases are those of the checkout, wherever the command is given."""
+    done = KIT.run(
+        "launch.sh", "--dry-run", "--output", "o", "--corpus", "p.jsonl", "--", "--lr", "2e-6", cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     assert "note: --model models/Qwen3-8B is not there yet" in done.stderr
-    assert f"--save {tmp_path}/o/checkpoints" in done.stdout and done.stdout.endswith("--lr 2e-6\n")
-    assert done.stdout.startswith("CUDA_VISIBLE_DEVICES=0,1,2,3 python ") and not (tmp_path / "o").exists()
+    assert "policy: models/Qwen3-8B, 8.19 billion parameters (scripts/models/qwen3-8B.sh)" in done.stderr
+    assert (
+        "server retrieval: http://127.0.0.1:8000" in done.stderr and "http://127.0.0.1:30005, GPUs 7:" in done.stderr
+    )
+    assert "--save o/checkpoints" in done.stdout and done.stdout.endswith("--lr 2e-6\n")
+    assert done.stdout.startswith("CUDA_VISIBLE_DEVICES=0,1,2,3 python ") and list(tmp_path.iterdir()) == []
 
 
-def test_dry_run_refuses_what_the_parser_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_refuses_what_the_programs_refuse(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "_ask_planner", ask_planner)
     assert LAUNCHER.main(["train", "--dry-run", "--layout", "streams"]) == 2
     out = capsys.readouterr()
     last = out.err.splitlines()[-1]
     assert last.startswith("error: ") and "orchestra_layout is 'streams'" in last and out.out == ""
+    assert LAUNCHER.main(["eval", "--dry-run", "--trials", "0"]) == 2
+    assert LAUNCHER.main(["serve", "--dry-run", "--coder-port", "30001"]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: outputs/toolorchestra/roles.yaml: servers.large: ") and "is used twice" in last
 
 
-def test_servers_and_evaluation_have_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_servers_and_evaluation_have_a_dry_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "_ask_planner", ask_planner)
     assert "command=serve-eval" in (KIT.folder / "serve.sh").read_text()
     assert "launch eval" in (KIT.folder / "eval.sh").read_text()
-    assert LAUNCHER.main(["serve", "--dry-run"]) == LAUNCHER.main(["serve-eval", "--dry-run"]) == 0
-    assert LAUNCHER.main(["retrieval", "--dry-run", "--corpus", "passages.jsonl"]) == 0
-    assert "retrieval.serve --host 127.0.0.1 --port 8000 --topk 30 --corpus" in capsys.readouterr().out
+    assert LAUNCHER.main(["serve-eval", "--dry-run", "--trained-model", "Qwen3-8B"]) == 0
     assert LAUNCHER.main(["eval", "--dry-run", "--trained-model", "hf", "--benchmarks", "airline:base"]) == 0
     assert "--data airline:base --roles" in (shown := capsys.readouterr().out) and "--arms untrained,trained" in shown
-    assert LAUNCHER.main(["eval", "--dry-run", "--trials", "0"]) == 2
 
 
 def test_every_setting_changes_something() -> None:
-    # The launcher itself reads this one.
     changed = {"trained_model": "t", "eval_data": "e", "corpus": "c", "index": "i"}
-    assert KIT.settings_without_effect(**changed) == ["start_services"]
+    assert KIT.settings_without_effect(**changed) == []
 
 
 def test_written_files_are_what_the_programs_read(tmp_path: Path) -> None:
@@ -103,44 +114,25 @@ def test_role_files_of_an_evaluation_differ_in_the_policy(tmp_path: Path) -> Non
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Services around a run.
+# Servers around a run.
 
 ROLES = "import os, pathlib, time\n(here / 'roles.pid').write_text(str(os.getpid()))\nprint('ALL READY', flush=True)\n"
-HEALTHY = """
-import http.server, os
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200 if self.path == '/health' else 404); self.end_headers()
-    def log_message(self, *_): pass
-server = http.server.HTTPServer(('127.0.0.1', int(sys.argv[sys.argv.index('--port') + 1])), Handler)
-(here / 'retrieval.pid').write_text(str(os.getpid()))
-server.serve_forever()
-"""
 
 
 @pytest.fixture
 def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> launching.Settings:
-    """Model servers, retrieval and training replaced by small programs in a root of their own."""
+    """Servers and training replaced by small programs in a root of their own."""
     programs = {
         "tools/serve_roles.py": ROLES + "time.sleep(60)",
         "train.py": "assert (here / 'roles.pid').exists()\nsys.exit(7)",
-        "agentic/toolorchestra/retrieval/serve.py": HEALTHY,
     }
     for name, body in programs.items():
         path = tmp_path / "root" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"import pathlib, sys\nhere = pathlib.Path({str(tmp_path)!r})\n{body}\n")
-    for folder in ("agentic", "agentic/toolorchestra", "agentic/toolorchestra/retrieval"):
-        (tmp_path / "root" / folder / "__init__.py").touch()
     monkeypatch.setattr(launching, "ROOT", tmp_path / "root")
-    monkeypatch.chdir(tmp_path / "root")
     monkeypatch.setattr(launching, "POLL_S", 0.05)
-    return KIT.settings(output=str(tmp_path / "o"), start_services_timeout_s=60, retrieval_port=free_port())
-
-
-def free_port() -> int:
-    with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as server:
-        return server.server_address[1]
+    return KIT.settings(output=str(tmp_path / "o"), start_services_timeout_s=60)
 
 
 def start(command: str, values: launching.Settings) -> int:
@@ -149,55 +141,23 @@ def start(command: str, values: launching.Settings) -> int:
     return LAUNCHER.execute(command, values, plan)
 
 
-def alive(path: Path) -> bool:
-    return Path(f"/proc/{path.read_text()}").exists()
-
-
-def test_training_begins_when_experts_and_retrieval_answer(stage: launching.Settings, tmp_path: Path) -> None:
+def test_training_begins_when_the_servers_are_ready(stage: launching.Settings, tmp_path: Path) -> None:
     assert start("train", {**stage, "corpus": "passages.jsonl"}) == 7
-    assert not alive(tmp_path / "roles.pid") and not alive(tmp_path / "retrieval.pid")
+    assert not Path(f"/proc/{(tmp_path / 'roles.pid').read_text()}").exists()
 
 
-def test_services_started_elsewhere_are_left_alone(stage: launching.Settings, tmp_path: Path) -> None:
+def test_servers_started_elsewhere_are_left_alone(stage: launching.Settings, tmp_path: Path) -> None:
     (tmp_path / "roles.pid").write_text("elsewhere")
     assert start("train", {**stage, "start_services": False}) == 7
     assert not (tmp_path / "o" / "role_servers.log").exists()
 
 
-def test_a_retrieval_service_that_ends_is_an_error_with_its_last_line(
-    stage: launching.Settings, tmp_path: Path
-) -> None:
-    broken = tmp_path / "root" / "agentic/toolorchestra/retrieval/serve.py"
-    broken.write_text("raise SystemExit('error: --port 8000 is in use')")
-    with pytest.raises(ConfigError, match="retrieval: ended with status 1: error: --port 8000 is in use; log: "):
-        start("train", {**stage, "corpus": "passages.jsonl"})
-    assert not alive(tmp_path / "roles.pid")
-
-
-def test_serving_ends_with_the_first_service_that_ends(stage: launching.Settings, tmp_path: Path) -> None:
-    (tmp_path / "root" / "tools/serve_roles.py").write_text("print('ALL READY', flush=True)\nraise SystemExit(3)")
-    assert start("serve", stage) == 3
-
-
-def test_a_probe_is_true_once_the_service_answers() -> None:
-    class Handler(http.server.BaseHTTPRequestHandler):
-        status = 503
-
-        def do_GET(self) -> None:
-            self.send_response(self.status)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            return
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        ready = answers(f"http://127.0.0.1:{server.server_address[1]}/health")
-        assert not ready(Path())
-        Handler.status = 200
-        assert ready(Path())
-        server.shutdown()
-    assert not ready(Path())
+def test_servers_that_end_are_an_error_with_the_last_line(stage: launching.Settings, tmp_path: Path) -> None:
+    broken = tmp_path / "root" / "tools/serve_roles.py"
+    broken.write_text("raise SystemExit('error: servers.retrieval: port 8000 cannot be used')")
+    with pytest.raises(ConfigError, match="ended with status 1: error: servers.retrieval: port 8000 .*; log: "):
+        start("train", stage)
+    assert start("serve", stage) == 1
 
 
 def test_no_host_port_or_absolute_path_in_python() -> None:

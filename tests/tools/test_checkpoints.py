@@ -134,7 +134,7 @@ def test_damaged_weights_are_not_evaluated(tool: Any, hub: FakeHub, capsys: pyte
 def test_evaluate_fills_the_settings(
     tool: Any, hub: FakeHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launching.Launcher, "check_command", lambda *_: None)  # its own tests take seconds
+    monkeypatch.setattr(launching.Launcher, "check_command", lambda *_: "")  # its own tests take seconds
     assert tool.main(["download", "memagent-7b", "--endpoint", hub.url]) == 0
     for folder in ("models/Qwen2.5-7B-Instruct", "data/hotpotqa"):
         Path(folder).mkdir(parents=True)
