@@ -125,8 +125,6 @@ def test_flags_without_a_feature_have_their_default_or_are_errors() -> None:
     args = parse()
     refuse_unavailable(args)
     assert {"qwen_gdn_backend", "mtp_num_layers"} <= UNAVAILABLE <= set(vars(args))
-    for argv, message in (
-        (["--enable-mtp-training"], "--train-backend megatron"),
-    ):
+    for argv, message in ((["--enable-mtp-training"], "--train-backend megatron"),):
         with pytest.raises(ValueError, match=message):
             refuse_unavailable(parse(*argv))
