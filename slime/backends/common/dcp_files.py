@@ -37,7 +37,10 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-_SAFE_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+_SAFE_MODULES = tuple(f"torch.distributed.checkpoint.{name}" for name in ("metadata", "filesystem", "planner"))
+# megatron-core's own classes only add to these.
+_STAND_INS = {"MCoreMetadata": Metadata, "MCoreSavePlan": SavePlan}
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 _SAFE_NAMES = {
     ("collections", "OrderedDict"),
     ("torch", "Size"),
@@ -52,6 +55,8 @@ _SAFE_NAMES = {
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if module == _MEGATRON and name in _STAND_INS:
+            return _STAND_INS[name]
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if module in _SAFE_MODULES or (module, name) in _SAFE_NAMES or is_dtype:
             return super().find_class(module, name)
