@@ -21,7 +21,7 @@ from benchmarks.gpu.bounds import Bound
 from benchmarks.gpu.checks import CHECKS, Failed, Setting, Skip
 from benchmarks.gpu.probe import ProbeResult, run_train
 
-MEGATRON = ROOT / "slime/backends/megatron_utils"
+MEGATRON = ROOT / "slime/utils/arguments/megatron.py"
 QWEN_7B = {
     "hidden_size": 3584,
     "num_hidden_layers": 28,
@@ -141,7 +141,7 @@ def test_all_flags_are_known_to_train_py(setting: Setting, monkeypatch: pytest.M
             with pytest.raises(Failed, match="recorded"):
                 check(setting)
     assert set(seen) == set(CHECKS) - {"logprob_memory"}
-    if not MEGATRON.is_dir():  # then train.py refuses the backend, and has no flags of it
+    if not MEGATRON.is_file():  # then train.py refuses the backend, and has no flags of it
         seen = {name: flags for name, flags in seen.items() if flags["train-backend"] != "megatron"}
     unknown = {flag for flags in seen.values() for flag in flags if f"--{flag}" not in train_flags()}
     assert not unknown
