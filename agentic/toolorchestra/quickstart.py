@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from agentic.common.errors import ConfigError
 from agentic.common.evaluation_records import read_records
 from agentic.common.quickstart import MethodPlan, Recipe, Run
@@ -47,7 +49,8 @@ FROZEN_MAX_NEW_TOKENS = {"tiny": 12, "smollm2": 64}
 def plan(run: Run, port: Callable[[], int]) -> MethodPlan:
     """A server for each expert and the retrieval service; evaluation greedy and at temperature 1.
 
-    Raises ConfigError when a record of the user's data is no question.
+    The user's own questions come without passages, so nothing is searched for them. Raises ConfigError when a record of
+    theirs is no question.
     """
     if run.data:
         _check_data(run.data)
@@ -55,7 +58,7 @@ def plan(run: Run, port: Callable[[], int]) -> MethodPlan:
     settings = {
         **SETTINGS[run.model],
         "orchestra_roles": str(run.output / "run" / "roles.yaml"),
-        "orchestra_aliases": str(ALIASES),
+        "orchestra_aliases": _answering_aliases() if run.data else str(ALIASES),
         "orchestra_reward": "outcome",
         "orchestra_max_context_len": recipe.context,
         "orchestra_max_new_tokens": recipe.max_new_tokens,
@@ -65,7 +68,13 @@ def plan(run: Run, port: Callable[[], int]) -> MethodPlan:
     retrieval = ["-m", "agentic.toolorchestra.retrieval.serve", "--corpus", str(corpus), "--port", str(retrieval_port)]
     data = f"{run.data or run.world / 'heldout.jsonl'}@[:{recipe.n_eval}]"
     sets = [{"name": name, "path": data, "temperature": t} for name, t in (("greedy", 0.0), ("sampled", 1.0))]
-    return MethodPlan(settings, sets, _roles(run, retrieval_port, port), [retrieval])
+    return MethodPlan(settings, sets, _roles(run, retrieval_port, port), [] if run.data else [retrieval])
+
+
+def _answering_aliases() -> dict[str, Any]:
+    """The aliases but those that search."""
+    known: dict[str, Any] = yaml.safe_load(ALIASES.read_text(encoding="utf-8"))
+    return {name: entry for name, entry in known.items() if name != tiny_world.SEARCH}
 
 
 def _check_data(path: Path) -> None:
@@ -90,11 +99,9 @@ def _roles(run: Run, retrieval_port: int, port: Callable[[], int]) -> dict[str, 
         name: {"server": name if name in servers else "all", "max_new_tokens": limit} for name in tiny_world.EXPERTS
     }
     price = {"price_in": POLICY_PRICE, "price_out": POLICY_PRICE}
-    roles = {
-        "orchestrator": {"url": "policy", "max_new_tokens": run.recipe.max_new_tokens, **price},
-        **experts,
-        "retrieval": {"url": f"http://{LOOPBACK}:{retrieval_port}", "api": "service"},
-    }
+    roles = {"orchestrator": {"url": "policy", "max_new_tokens": run.recipe.max_new_tokens, **price}, **experts}
+    if not run.data:
+        roles["retrieval"] = {"url": f"http://{LOOPBACK}:{retrieval_port}", "api": "service"}
     return {"defaults": {"timeout_s": 300, "retries": 12}, "servers": servers, "roles": roles}
 
 

@@ -2,6 +2,7 @@ import asyncio
 import json
 import subprocess
 import sys
+from argparse import Namespace
 from collections import Counter
 from pathlib import Path
 
@@ -147,6 +148,19 @@ def test_plan_has_a_server_for_each_expert_and_a_retrieval_service(tmp_path: Pat
     ]
     (service,) = plan.services
     assert urls[-1].endswith(service[-1]) and str(run.world / "passages.jsonl") in service
+
+
+def test_questions_of_the_user_are_answered_without_search(tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "a?", "label": "b", "metadata": {"category": "qa"}}\n')
+    run = Run("toolorchestra", "smollm2", data, 2, 0, tmp_path, quickstart.RECIPES["smollm2"], {})
+    ports = iter(range(21000, 21010))
+    plan = quickstart.plan(run, lambda: next(ports))
+    assert plan.services == [] and "retrieval" not in plan.roles["roles"] and set(plan.roles["servers"]) == {"all"}
+    config = OrchestraConfig.from_args(Namespace(**plan.settings))
+    (tmp_path / "roles.yaml").write_text(yaml.safe_dump(plan.roles))
+    experts = Experts.build(config.aliases, RoleTable.load(tmp_path / "roles.yaml", "http://policy", None))
+    assert list(experts.known) == [tiny_world.HISTORIAN, tiny_world.RESTORER, tiny_world.READER]
 
 
 def test_data_without_a_category_is_refused(tmp_path: Path) -> None:
