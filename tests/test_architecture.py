@@ -65,6 +65,10 @@ ALLOWED_UPWARD: dict[tuple[str, str], str] = {
         "slime.utils.arguments.validate",
         "slime.backends.fsdp_utils.capabilities",
     ): "what a training backend cannot do is known to the backend, and must be refused before anything starts",
+    (
+        "slime.utils.arguments.validate",
+        "slime.backends.megatron_utils.capabilities",
+    ): "the same for the other backend",
 }
 
 

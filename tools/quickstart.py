@@ -84,6 +84,7 @@ def parse_args(argv: Sequence[str]) -> Run:
         "--seed", type=int, default=0, help="seed of the world, the model, the sampling and the training"
     )
     parser.add_argument("--output", type=Path, help="folder for everything (default: outputs/quickstart/METHOD)")
+    parser.add_argument("--train-backend", choices=("fsdp", "megatron"), default="fsdp", help="who trains in GRPO")
     parser.add_argument(
         "--setting",
         action="append",
@@ -104,6 +105,7 @@ def parse_args(argv: Sequence[str]) -> Run:
         output,
         recipe,
         settings(args.setting),
+        args.train_backend,
     )
     check(run)
     claim_folder(run, move_aside=args.output is None)
@@ -283,7 +285,7 @@ def shared_flags(run: Run, documents: Mapping[str, Path], evaluation: str) -> li
     recipe = run.recipe
     data = f"{run.data}@[{recipe.n_eval}:]" if run.data else str(run.world / "train.jsonl")
     values = {
-        "train-backend": "fsdp",
+        "train-backend": run.train_backend,
         "seed": run.seed,
         "actor-num-gpus-per-node": 1,
         "rollout-num-gpus": 1,

@@ -47,6 +47,7 @@ class Run:
     recipe: Recipe
     settings: dict[str, Any]
     """The user's settings of the method, with its prefix."""
+    train_backend: str = "fsdp"
 
     @property
     def logs(self) -> Path:

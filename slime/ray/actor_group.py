@@ -57,12 +57,12 @@ class RayTrainGroup:
         start_ids = self._call("init", self.args, self.role, self.with_ref, self.with_opd_teacher)
         if rollout_manager is not None:
             self.set_rollout_manager(rollout_manager)
-            parallel = {"dp_size": self.world_size, "cp_size": 1, "tp_size": 1, "pp_size": 1}
+            parallel = ray.get(self._actor_handlers[0].parallel_config.remote())
             ray.get(rollout_manager.set_train_parallel_config.remote(parallel))
         return start_ids
 
     def _start_ranks(self) -> list[Any]:
-        actor_cls = self._actor_cls or get_actor_class(self.args)
+        actor_cls = self._actor_cls or get_actor_class()
         env_vars = get_train_env_vars(self.args, self._ranks_per_node)
         handlers: list[Any] = []
         address: tuple[str | None, int | None] = (None, None)
@@ -136,13 +136,11 @@ class RayTrainGroup:
         self._actor_handlers = []
 
 
-def get_actor_class(args: Namespace) -> type:
-    """The rank actor of `--train-backend`, imported only when it is used."""
-    if args.train_backend == "fsdp":
-        from slime.ray.fsdp_actor import FSDPTrainRayActor
+def get_actor_class() -> type:
+    """The rank actor, imported only when it is used."""
+    from slime.ray.backend_actor import BackendTrainRayActor
 
-        return FSDPTrainRayActor
-    raise ValueError(f"--train-backend {args.train_backend} is not available in this version; use fsdp")
+    return BackendTrainRayActor
 
 
 def get_train_env_vars(args: Namespace, ranks_per_node: int) -> dict[str, str]:

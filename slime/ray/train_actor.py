@@ -50,6 +50,10 @@ class TrainRayActor(RayActor, abc.ABC):
         """Build the model; returns the id of the first rollout to run (0, or stored + 1 after a resume)."""
 
     @abc.abstractmethod
+    def parallel_config(self) -> dict[str, int]:
+        """Into how many shares rollout data are cut, and by what else ranks are divided (`dp_size`, `cp_size`, ...)."""
+
+    @abc.abstractmethod
     def train(self, rollout_id: int, rollout_data_ref: list[Any], external_data: Any = None) -> dict[str, Any] | None:
         """Train on one rollout; `rollout_data_ref` has one `Box` per data-parallel rank. Metrics on rank 0."""
 

@@ -3,47 +3,13 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import helpers_fsdp as helpers
 import pytest
 import torch
-
-PROMPT = [5, 17, 42, 9, 77]
-
-
-class _Handle:
-    """The engine's control calls behind the face of a Ray handle; calls run in order in one thread."""
-
-    def __init__(self, url: str, args: Namespace) -> None:
-        self.url, self.args, self.pool = url, args, ThreadPoolExecutor(1)
-
-    def __getattr__(self, name: str) -> Any:
-        from slime.backends.sglang_utils import server_control
-        from slime.backends.sglang_utils.sglang_engine import SGLangEngine
-
-        if name == "pull_weights":
-            call, first = SGLangEngine.pull_weights, Namespace(args=self.args)
-        else:
-            call, first = getattr(server_control, name), self.url
-
-        class _Call:
-            remote = staticmethod(lambda *a, **k: self.pool.submit(call, first, *a, **k))
-
-        return _Call
-
-
-def _wait(futures: list[Future[Any]]) -> list[Any]:
-    return [future.result(timeout=120) for future in futures]
-
-
-def _ask(url: str) -> tuple[list[int], list[float], str]:
-    from helpers_sglang import generate, ids_and_log_probs
-
-    answer = generate(url, PROMPT, max_new_tokens=8)
-    return *ids_and_log_probs(answer), answer["meta_info"]["weight_version"]
+from helpers_engine_sync import PROMPT, Handle, ask, wait
 
 
 def _own(trainer: Any, tokens: list[int]) -> list[float]:
@@ -76,7 +42,7 @@ def _train_and_sync(folder: Path, model_dir: Path, url: str) -> None:
         update_weight_disk_dir=str(folder / "sync"),
         update_weight_local_checkpoint_dir=str(folder / "local"),
     )
-    trainer, handle = FSDPTrainer(), _Handle(url, args)
+    trainer, handle = FSDPTrainer(), Handle(url, args)
     trainer.init(args)
     share = helpers.split(args, helpers.make_rollout(3), trainer.context.rank, trainer.context.world_size)
     seen = []
@@ -84,8 +50,8 @@ def _train_and_sync(folder: Path, model_dir: Path, url: str) -> None:
     for rollout_id, (mode, transport) in enumerate(ways):
         trainer.train(rollout_id, share)
         args.update_weight_mode, args.update_weight_transport = mode, transport
-        trainer.update_weights([handle], num_new_engines=int(rollout_id == 0), wait=_wait)
-        tokens, log_probs, version = _ask(url)
+        trainer.update_weights([handle], num_new_engines=int(rollout_id == 0), wait=wait)
+        tokens, log_probs, version = ask(url)
         seen.append((tokens, _greedy(trainer, 8), log_probs, _own(trainer, tokens), version))
     if trainer.context.is_main:
         torch.save(seen, folder / "seen.pt")
@@ -98,7 +64,7 @@ def test_engine_equals_trainer_after_every_sync(tmp_path: Path) -> None:
 
     save_tiny_model(tmp_path / "model")
     with running_server(tmp_path / "model", tmp_path) as server:
-        before = _ask(server.url)
+        before = ask(server.url)
         helpers.run_workers(_train_and_sync, 2, tmp_path, tmp_path / "model", server.url)
     seen = torch.load(tmp_path / "seen.pt", weights_only=False)
     assert [version for *_, version in seen] == ["1", "2", "3", "4", "5"]

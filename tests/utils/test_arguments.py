@@ -153,10 +153,8 @@ def test_recorded_rollouts_need_no_engines(cli: Cli) -> None:
         ("--lr fast", "argument --lr: invalid float value: 'fast'"),
         ("--train-env-vars [1]", "argument --train-env-vars: expected a JSON object"),
         ("--train-env-vars {", "argument --train-env-vars: not valid JSON"),
-        (
-            "--train-backend megatron",
-            "--train-backend megatron: not available in this version; use --train-backend fsdp",
-        ),
+        ("--num-layers 4", "--num-layers=4 is not available with --train-backend fsdp"),
+        ("--sequence-parallel", "--sequence-parallel=True is not available with --train-backend fsdp"),
         ("--hf-checkpoint no/such", "--hf-checkpoint no/such: no such directory"),
         ("--prompt-data no.jsonl", "--prompt-data: no.jsonl: no such data file"),
         ("--use-kl-loss", "--ref-load: needed for the KL"),
@@ -205,7 +203,6 @@ def test_errors(cli: Cli, capsys: pytest.CaptureFixture[str], flags: str, messag
         ("--rollout-num-gpus", "--rollout-num-gpus: needed"),
         ("--rollout-max-response-len", "--rollout-max-response-len: needed"),
         ("--num-rollout", "--num-rollout: needed (or --num-epoch)"),
-        ("--train-backend", "--train-backend megatron: not available"),
     ],
 )
 def test_missing_flags(cli: Cli, capsys: pytest.CaptureFixture[str], missing: str, message: str) -> None:

@@ -56,6 +56,8 @@ class Trainer(abc.ABC):
     model: Any
     reference: Any
     with_ref = False
+    values: Rows
+    """Of a critic, after `train`: a CPU tensor [R_i] for each of the rank's rows."""
     # The ranks that share a rollout between them; None: all ranks. Ranks outside of it repeat the work of one inside.
     data_group: dist.ProcessGroup | None = None
     global_step = 0
@@ -105,6 +107,14 @@ class Trainer(abc.ABC):
     @abc.abstractmethod
     def _copy_to_reference(self) -> None:
         """Make the reference equal to the trained model."""
+
+    def data_rank_and_size(self) -> tuple[int, int]:
+        """Which share of a rollout this rank works on, of how many."""
+        return dist.get_rank(self.data_group), dist.get_world_size(self.data_group)
+
+    def parallel_config(self) -> dict[str, int]:
+        """Sizes of the ways in which ranks are divided; `dp_size` is the number of shares of a rollout."""
+        return {"dp_size": self.data_rank_and_size()[1], "cp_size": 1, "tp_size": 1, "pp_size": 1}
 
     # ---- one rollout ----
 

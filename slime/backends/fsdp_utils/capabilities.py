@@ -8,6 +8,8 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
+from slime.utils.arguments.megatron import refuse_sizes
+
 LOSS_TYPES = ("policy_loss", "sft_loss", "custom_loss")
 ESTIMATORS = ("grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
 LR_STYLES = ("constant", "linear", "cosine", "WSD")
@@ -28,6 +30,23 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "allgather_cp": (False,),
     "recompute_loss_function": (False,),
     "custom_model_provider_path": (None,),
+    "custom_megatron_init_path": (None,),
+    "custom_megatron_before_log_prob_hook_path": (None,),
+    "custom_megatron_before_train_step_hook_path": (None,),
+    "tensor_model_parallel_size": (1,),
+    "pipeline_model_parallel_size": (1,),
+    "context_parallel_size": (1,),
+    "expert_model_parallel_size": (1,),
+    "expert_tensor_parallel_size": (None, 1),
+    "sequence_parallel": (False,),
+    "decoder_first_pipeline_num_layers": (None,),
+    "decoder_last_pipeline_num_layers": (None,),
+    "recompute_granularity": (None,),
+    "recompute_method": (None,),
+    "recompute_num_layers": (None,),
+    "recompute_modules": (None,),
+    "data_pad_size_multiplier": (128,),
+    "make_vocab_size_divisible_by": (128,),
 }
 
 
@@ -37,6 +56,8 @@ def _flag(name: str) -> str:
 
 def check_supported(args: Namespace) -> None:
     """Raise `ValueError` naming the first flag that this back end cannot honour."""
+    if not getattr(args, "balance_by_flops", False):  # which itself sets them, from the model's configuration
+        refuse_sizes(args)
     for name, off in _REFUSED.items():
         value = getattr(args, name, off[0])
         if value not in off:

@@ -46,12 +46,10 @@ class ValueModel(PolicyModel):
 
 
 class CriticTrainer(FSDPTrainer):
-    """One rank of the critic. `values` holds, after `train`, a CPU tensor [R_i] for each of the rank's rows."""
+    """One rank of the critic."""
 
     role = "critic"
     metric_room = "critic"
-
-    values: list[torch.Tensor]
 
     def _build_model(self, weights: Path) -> ValueModel:
         model = ValueModel(load_trainable_hf(self.args, weights))

@@ -21,6 +21,7 @@ from slime.utils.arguments.fault_tolerance import add_fault_tolerance_arguments
 from slime.utils.arguments.fsdp import add_fsdp_arguments
 from slime.utils.arguments.hooks import validate_hooks
 from slime.utils.arguments.logging import add_logging_arguments
+from slime.utils.arguments.megatron import add_megatron_arguments
 from slime.utils.arguments.offpolicy import add_distillation_arguments, add_offpolicy_arguments
 from slime.utils.arguments.parser import SlimeArgumentParser, reset_arg
 from slime.utils.arguments.reward import add_reward_arguments
@@ -52,6 +53,7 @@ FLAG_GROUPS = (
     add_offpolicy_arguments,
     add_distillation_arguments,
     add_fsdp_arguments,
+    add_megatron_arguments,
     add_reward_arguments,
     add_buffer_arguments,
     add_logging_arguments,

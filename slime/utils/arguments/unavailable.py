@@ -10,13 +10,12 @@ import argparse
 from argparse import Namespace
 from typing import Any
 
-_MEGATRON = "only --train-backend megatron has it, which is not available in this version"
+_MEGATRON = "--train-backend megatron does not have it in this version"
 
 # Flag -> (type, default, choices, several values, why not). Type bool is a switch.
 _FLAGS: dict[str, tuple[type, Any, tuple[str, ...], bool, str]] = {
     "--qwen-gdn-backend": (str, "fla", ("fla", "flashqla"), False, _MEGATRON),
     "--release-train": (bool, False, (), False, _MEGATRON),
-    "--custom-model-provider-path": (str, None, (), False, _MEGATRON),
     "--recompute-loss-function": (bool, False, (), False, _MEGATRON),
     "--freeze-indexer": (bool, False, (), False, _MEGATRON),
     "--allgather-cp": (bool, False, (), False, _MEGATRON),
@@ -29,10 +28,6 @@ _FLAGS: dict[str, tuple[type, Any, tuple[str, ...], bool, str]] = {
     "--ref-ckpt-step": (int, None, (), False, "--ref-load names a model directory here; give that of the iteration"),
     "--http-proxy": (str, None, (), False, "engines are asked directly, never through a proxy"),
     "--use-distributed-post": (bool, False, (), False, "one process posts; use more engines' own concurrency"),
-    "--data-pad-size-multiplier": (int, 128, (), False, "rows are packed without padding with --train-backend fsdp"),
-    "--custom-megatron-init-path": (str, None, (), False, _MEGATRON),
-    "--custom-megatron-before-log-prob-hook-path": (str, None, (), False, _MEGATRON),
-    "--custom-megatron-before-train-step-hook-path": (str, None, (), False, _MEGATRON),
     "--megatron-deepgemm-forward-layers": (int, None, (), True, _MEGATRON),
     "--megatron-deepgemm-forward-modules": (str, None, (), True, _MEGATRON),
     "--megatron-deepgemm-moe-forward-layers": (int, None, (), True, _MEGATRON),

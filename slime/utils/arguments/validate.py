@@ -156,8 +156,6 @@ def _number(args: Namespace, name: str) -> float | None:
 
 
 def _check_backend(args: Namespace) -> None:
-    if args.train_backend == "megatron":
-        raise ValueError("--train-backend megatron: not available in this version; use --train-backend fsdp")
     if args.only_train_params_name_list and args.freeze_params_name_list:
         raise ValueError("--only-train-params-name-list and --freeze-params-name-list exclude each other: give one")
     if args.update_weight_transport == "disk" and not args.update_weight_disk_dir:
@@ -167,10 +165,21 @@ def _check_backend(args: Namespace) -> None:
     if args.log_probs_chunk_size <= 0:
         args.log_probs_chunk_size = 1024
     if not args.debug_rollout_only:
-        # What the backend cannot do is known to the backend.
-        from slime.backends.fsdp_utils.capabilities import check_supported
+        _check_supported(args)
 
-        check_supported(args)
+
+def _check_supported(args: Namespace) -> None:
+    """What the backend cannot do is known to the backend."""
+    if args.train_backend == "megatron":
+        from slime.backends.megatron_utils import capabilities as megatron
+
+        megatron.check_supported(args)
+        _check_model_dir("--hf-checkpoint", args.hf_checkpoint or "")
+        megatron.check_model(args)
+        return
+    from slime.backends.fsdp_utils.capabilities import check_supported
+
+    check_supported(args)
 
 
 def _check_delta(args: Namespace) -> None:
@@ -196,11 +205,17 @@ def _check_checkpoints(args: Namespace) -> None:
             raise FileNotFoundError(
                 f"--ref-load: needed for the KL; the starting model would be --ref-load {args.hf_checkpoint}"
             )
-        _check_model_dir("--ref-load", args.ref_load)
+        _check_reference_dir(args)
     if args.save_interval is not None and not (args.save or args.save_hf):
         raise ValueError(f"--save-interval {args.save_interval}: needs --save, the directory to save to")
     if args.save_interval is None and (args.save or args.save_hf):
         logger.warning("--save %s: no checkpoint will be written without --save-interval", args.save or args.save_hf)
+
+
+def _check_reference_dir(args: Namespace) -> None:
+    if args.train_backend == "megatron" and (Path(args.ref_load) / "latest_checkpointed_iteration.txt").is_file():
+        return
+    _check_model_dir("--ref-load", args.ref_load)
 
 
 def _check_model_dir(flag: str, path: str) -> None:

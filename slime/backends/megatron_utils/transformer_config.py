@@ -1,0 +1,155 @@
+"""megatron-core's configuration of a model, from `config.json` of `--hf-checkpoint` and the command line.
+
+Families: Qwen2, Qwen2.5, Qwen3 (dense and mixture of experts), Llama. Invariant: a setting of the Hugging Face configuration that
+changes the function and is not carried over is refused by name.
+Left out: multi-latent attention, shared experts, sliding windows, and rotary scaling other than Llama 3's.
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from slime.backends.common.precision import train_dtype
+
+# `model_type` -> (biases of q, k and v; norms of q and k)
+_FAMILIES = {"qwen2": (True, False), "qwen3": (False, True), "qwen3_moe": (False, True), "llama": (False, False)}
+_MUST_BE_OFF = ("attention_bias", "mlp_bias", "use_sliding_window", "mlp_only_layers")
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """`scaling` is the factor of Llama 3's frequency scaling, None without one."""
+
+    base: float
+    scaling: float | None
+
+
+def read_text_config(folder: str | Path) -> dict[str, Any]:
+    """`config.json` of a model directory, for multimodal models its `text_config`. Raises ValueError for an unknown family."""
+    path = Path(folder) / "config.json"
+    config = json.loads(path.read_text())
+    config = config.get("text_config") or config
+    if config.get("model_type") not in _FAMILIES:
+        raise ValueError(
+            f"--hf-checkpoint {folder}: model_type {config.get('model_type')!r} is not known to --train-backend megatron; "
+            f"there are {', '.join(_FAMILIES)}, or use --train-backend fsdp"
+        )
+    for name in _MUST_BE_OFF:
+        if config.get(name):
+            raise ValueError(f"{path}: {name} is set; --train-backend megatron has no such layer")
+    return config
+
+
+def family_of(config: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Whether q, k and v have biases, and whether q and k have norms."""
+    return _FAMILIES[config["model_type"]]
+
+
+def rotary_of(config: Mapping[str, Any], where: str) -> Rotary:
+    """Base and scaling of the rotary embedding. Raises ValueError for another scaling than Llama 3's."""
+    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    base = float(config.get("rope_theta") or scaling.get("rope_theta") or 10000.0)
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "default":
+        return Rotary(base, None)
+    fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    if kind != "llama3" or any(scaling.get(name) != value for name, value in fixed.items()):
+        raise ValueError(f"{where}: rotary scaling {scaling} is not known to --train-backend megatron, only Llama 3's")
+    return Rotary(base, float(scaling["factor"]))
+
+
+def padded_vocab_size(args: Namespace, vocab_size: int) -> int:
+    """Rows of the embedding: every tensor-parallel rank has the same number, a multiple of `--make-vocab-size-divisible-by`."""
+    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    return -(-vocab_size // multiple) * multiple
+
+
+def core_transformer_config(args: Namespace, fused: bool) -> Any:
+    """The `TransformerConfig`; `fused`: TransformerEngine's layers are used."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config, dtype = read_text_config(args.hf_checkpoint), train_dtype(args)
+    qkv_bias, qk_norm = family_of(config)
+    heads = config["num_attention_heads"]
+    return TransformerConfig(
+        num_layers=config["num_hidden_layers"],
+        hidden_size=config["hidden_size"],
+        ffn_hidden_size=config["intermediate_size"],
+        num_attention_heads=heads,
+        num_query_groups=config.get("num_key_value_heads") or heads,
+        kv_channels=config.get("head_dim") or config["hidden_size"] // heads,
+        layernorm_epsilon=config["rms_norm_eps"],
+        add_qkv_bias=qkv_bias,
+        qk_layernorm=qk_norm,
+        normalization=args.normalization,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_activation_fusion=fused,
+        apply_rope_fusion=fused,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        # The loss arrives scaled (see `steps`); gradients are summed over ranks and left alone.
+        calculate_per_token_loss=True,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        batch_p2p_comm=torch.cuda.is_available(),
+        **_parallel_settings(args),
+        **_recompute_settings(args),
+        **_expert_settings(config, fused),
+    )
+
+
+def _parallel_settings(args: Namespace) -> dict[str, Any]:
+    return {
+        "tensor_model_parallel_size": args.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": args.pipeline_model_parallel_size,
+        "context_parallel_size": args.context_parallel_size,
+        "expert_model_parallel_size": args.expert_model_parallel_size,
+        "expert_tensor_parallel_size": args.expert_tensor_parallel_size,
+        "sequence_parallel": args.sequence_parallel,
+        "num_layers_in_first_pipeline_stage": args.decoder_first_pipeline_num_layers,
+        "num_layers_in_last_pipeline_stage": args.decoder_last_pipeline_num_layers,
+    }
+
+
+def _recompute_settings(args: Namespace) -> dict[str, Any]:
+    if args.gradient_checkpointing:
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    settings = {
+        "recompute_granularity": args.recompute_granularity,
+        "recompute_method": args.recompute_method,
+        "recompute_num_layers": args.recompute_num_layers,
+    }
+    return settings | ({"recompute_modules": args.recompute_modules} if args.recompute_modules else {})
+
+
+def _expert_settings(config: Mapping[str, Any], fused: bool) -> dict[str, Any]:
+    experts = config.get("num_experts") or config.get("num_local_experts")
+    if not experts or config["model_type"] != "qwen3_moe":
+        return {}
+    return {
+        "num_moe_experts": experts,
+        "moe_router_topk": config["num_experts_per_tok"],
+        "moe_ffn_hidden_size": config["moe_intermediate_size"],
+        # Chosen after the softmax, unless their probabilities are normalised, which is a softmax over the chosen.
+        "moe_router_pre_softmax": not config.get("norm_topk_prob", False),
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_dtype": "fp32",
+        "moe_grouped_gemm": fused,
+    }
