@@ -14,6 +14,7 @@ import argparse
 import logging
 import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -74,6 +75,8 @@ def launch_server_process(server_args: Any) -> multiprocessing.Process:
 
 
 def _serve(server_args: Any) -> None:
+    # multiprocessing gives a child its parent's search path in the place of the one from the environment.
+    sys.path[:0] = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder not in sys.path]
     from sglang.launch_server import run_server
 
     run_server(server_args)
