@@ -31,6 +31,7 @@ PROGRAMS = {
     "gpu_check.sh": "benchmarks.gpu.run",
     "convert_hf_to_torch_dist": "tools/convert_hf_to_torch_dist.py",
     "convert_torch_dist_to_hf": "tools/convert_torch_dist_to_hf.py",
+    "convert_to_hf": "tools/convert_to_hf.py",
     "convert_fsdp_to_hf": "tools/convert_fsdp_to_hf.py",
     "train.py": "train.py",
     "train_async.py": "train_async.py",

@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 8 tools/convert_hf_to_torch_dist.py --hf-checkpoint MODEL --save OUT
 
 Writes OUT/release and points OUT/latest_checkpointed_iteration.txt at it. The checkpoint loads with any tensor, pipeline and expert
-parallel size. Sizes come from the model; model arguments (scripts/models) are compared with them, and parallel sizes only decide how
-far the vocabulary is padded. Several processes (torchrun, or srun with one task a process) share the work. Values keep their dtype, unless
+parallel size. Sizes come from the model; model arguments (scripts/models) are compared with them. Of Megatron's other arguments only those
+that say how far the vocabulary is padded matter; a training script's may all be given. Several processes (torchrun, or srun with one task a process) share the work. Values keep their dtype, unless
 --bf16 or --fp16 says otherwise. An existing OUT/release is an error; OUT/release appears complete or not at all.
 Exit code 2 with one line `error: ...` for what the user can mend.
 """
@@ -27,20 +27,16 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from slime.backends.common.dcp_files import write_pieces
-from slime.backends.common.hf_weights import SafetensorReader, read_config
+from slime.backends.common.hf_weights import SafetensorReader
+from slime.backends.megatron_utils.capabilities import check_model_flags
 from slime.backends.megatron_utils.hf_shape import HfShape, hf_shape, megatron_args_of_shape
 from slime.backends.megatron_utils.hf_to_megatron.common import check_tensor_names
-from slime.backends.megatron_utils.model_args import add_model_arguments, check_model_args
+from slime.backends.megatron_utils.transformer_config import read_text_config
 from slime.backends.megatron_utils.torch_dist import extra_states, padded_rows, pieces_of_hf, write_common
+from slime.utils.arguments.megatron import add_megatron_arguments
 from slime.utils.arguments.parser import SlimeArgumentParser
 
 NAME, TRACKER = "release", "latest_checkpointed_iteration.txt"
-LAYOUT = (
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-)
 
 
 def make_parser() -> SlimeArgumentParser:
@@ -51,23 +47,8 @@ def make_parser() -> SlimeArgumentParser:
     add("--bf16", action="store_true", help="store bfloat16")
     add("--fp16", action="store_true", help="store float16")
     add("--padded-vocab-size", type=int, help="rows of the vocabulary, instead of the next multiple")
-    add(
-        "--make-vocab-size-divisible-by",
-        type=int,
-        default=128,
-        help="times the tensor-parallel size: what rows are a multiple of",
-    )
-    add("--tensor-model-parallel-size", type=int, default=1, help="only for the padding")
-    for name in LAYOUT:
-        add(
-            "--" + name.replace("_", "-"),
-            type=int,
-            default=1,
-            help="accepted; the checkpoint is the same for any size",
-        )
-    add("--custom-model-provider-path", help="not available: parameters of another model have no names here")
     add("--allgather-cp", action="store_true", help="not available: only architectures without a converter have it")
-    add_model_arguments(parser)
+    add_megatron_arguments(parser)
     return parser
 
 
@@ -132,7 +113,7 @@ def write(
 def run(args: argparse.Namespace) -> None:
     shape = hf_shape(args.hf_checkpoint)
     check(args, shape)
-    check_model_args(args, read_config(args.hf_checkpoint), shape, f"--hf-checkpoint {args.hf_checkpoint}")
+    check_model_flags(args, read_text_config(args.hf_checkpoint))
     reader = SafetensorReader(args.hf_checkpoint)
     check_tensor_names(reader, shape)
     target = args.save / NAME
@@ -156,7 +137,7 @@ def main() -> None:
     args = parser.parse_strictly()
     try:
         run(args)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError, AssertionError) as error:
         parser.error(str(error))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import helpers_convert as helpers
+import helpers_fsdp
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -101,7 +102,7 @@ def test_fsdp_checkpoint_to_hf(hf: Path, tmp_path: Path, capsys: pytest.CaptureF
         (
             "convert_hf_to_torch_dist",
             ["--num-layers", "5", "--qk-layernorm"],
-            "--num-layers 5, the model has 4; --qk-layernorm",
+            "--num-layers 5 (it is 4), --qk-layernorm (it has not)",
         ),
         ("convert_hf_to_torch_dist", ["--padded-vocab-size", "8"], "--padded-vocab-size 8: the model has 106 rows"),
         ("convert_hf_to_torch_dist", ["--allgather-cp"], "--allgather-cp: not available"),
@@ -131,3 +132,17 @@ def test_bad_input_is_one_line(
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and message in error
     assert not list(tmp_path.iterdir())
+
+
+def _through_megatron(hf: str, out: str) -> None:
+    """Each rank runs the program: load at tensor-parallel size 2, compare, write; then something that differs."""
+    model = Path(hf) / "qwen3"
+    flags = ["--hf-checkpoint", model, "--tensor-model-parallel-size", 2, "--make-vocab-size-divisible-by", 16]
+    assert helpers.run_tool("convert_to_hf", *flags, "--load", model, "--check-same", "--output-dir", out) == 0
+
+
+def test_through_the_megatron_model(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    helpers_fsdp.run_workers(_through_megatron, 2, str(hf), str(tmp_path / "back"))
+    helpers.assert_same_tensors(helpers.tensors_of(tmp_path / "back"), helpers.tensors_of(hf / "qwen3"))
+    assert helpers.run_tool("convert_to_hf", "--hf-checkpoint", hf / "qwen3", "--load", hf / "qwen3") == 2
+    assert "--output-dir or --check-same: needed" in capsys.readouterr().err
