@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 

@@ -27,7 +27,7 @@ def _train_and_sync(folder: Path, model_dir: Path, url: str) -> None:
     layouts = ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, {"pipeline_model_parallel_size": 2})
     seen = []
     for number, layout in enumerate(layouts):
-        trainer, handle = MegatronTrainer(), Handle(url)
+        trainer = MegatronTrainer()
         args = helpers.make_args(
             model_dir,
             use_kl_loss=False,
@@ -35,6 +35,7 @@ def _train_and_sync(folder: Path, model_dir: Path, url: str) -> None:
             update_weight_disk_dir=str(folder / "sync"),
             **layout,
         )
+        handle = Handle(url, args)
         trainer.init(args)
         share = helpers.share_of(trainer, helpers_fsdp.make_rollout(3 + number))
         for rollout_id, transport in enumerate(("nccl", "disk")):
