@@ -100,6 +100,8 @@ def install() -> None:
     if _installed:
         return
     assert not torch.cuda.is_available(), "the CPU stand-in must not be used beside a GPU"
+    # The compiler lists torch's functions when it is imported (by the first optimizer), and must not meet ours there.
+    importlib.import_module("torch._dynamo.polyfills.loader")
     for name, replacement in _PATCHES.items():
         setattr(torch.cuda, name, replacement)
     torch.cuda.random.get_rng_state = _PATCHES["get_rng_state"]
