@@ -34,7 +34,7 @@ class OldActor:
         reshard(self._model)
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad:
-                yield name, parameter.detach().to_local() if isinstance(parameter, DTensor) else parameter.detach()
+                yield name, (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
 
     def remember(self, version: int) -> None:
         """Store the weights that the engines have from now on, in place of the oldest ones when `KEPT` are held."""
