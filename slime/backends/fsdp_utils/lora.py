@@ -16,6 +16,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -50,7 +51,9 @@ class Adapter:
     @contextmanager
     def disabled(self) -> Iterator[None]:
         """Inside, the model is the one that was loaded. For passes without gradients; the parameters must be resharded."""
-        trained = [p for layer in self._layers.values() for p in cast(nn.Module, layer).parameters() if p.requires_grad]
+        trained = [
+            p for layer in self._layers.values() for p in cast(nn.Module, layer).parameters() if p.requires_grad
+        ]
         with self._peft.disable_adapter():
             # peft also freezes them meanwhile; FSDP would copy that into gathered parameters, which then stay frozen.
             for parameter in trained:
