@@ -31,8 +31,8 @@ from slime.backends.common.hf_weights import SafetensorReader
 from slime.backends.megatron_utils.capabilities import check_model_flags
 from slime.backends.megatron_utils.hf_shape import HfShape, hf_shape, megatron_args_of_shape
 from slime.backends.megatron_utils.hf_to_megatron.common import check_tensor_names
-from slime.backends.megatron_utils.transformer_config import read_text_config
 from slime.backends.megatron_utils.torch_dist import extra_states, padded_rows, pieces_of_hf, write_common
+from slime.backends.megatron_utils.transformer_config import read_text_config
 from slime.utils.arguments.megatron import add_megatron_arguments
 from slime.utils.arguments.parser import SlimeArgumentParser
 
