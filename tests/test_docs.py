@@ -42,6 +42,9 @@ PROGRAMS = {
     "agentic.agentflow.eval": "agentic.agentflow.eval",
     "agentic.agentflow.data": "agentic.agentflow.data convert",
     "memagent/launch.sh": "agentic.memagent.launch",
+    "memagent/eval.sh": "agentic.memagent.launch",
+    "long_document.py": "benchmarks/long_document.py",
+    "yarn_config": "tools/yarn_config.py",
     "run-agentflow": "agentic.agentflow.launch",
     "run-memagent": "agentic.memagent.launch",
     "run-toolorchestra": "agentic.toolorchestra.launch",
@@ -53,7 +56,10 @@ PROGRAMS = {
     "agentic.toolorchestra.retrieval.serve": "agentic.toolorchestra.retrieval.serve",
 }
 # A program with commands of its own; its page names their flags without the program.
-COMMANDS = tuple(f"agentic.toolorchestra.data {command}" for command in ("tau2", "toolscale", "qa", "inspect"))
+COMMANDS = (
+    *(f"agentic.toolorchestra.data {command}" for command in ("tau2", "toolscale", "qa", "inspect")),
+    *(f"agentic.memagent.data {command}" for command in ("build", "filter", "ruler", "convert", "inspect")),
+)
 # Programs whose flags pages name without them.
 SINGLE = ("quickstart", "gpu_check.sh", "serve_roles")
 LAUNCHERS = tuple(f"agentic.{name}.launch" for name in ("agentflow", "memagent", "toolorchestra"))

@@ -70,7 +70,7 @@ asyncio.run(main())"""
     assert [process.wait(240) for process in writers] == [0, 0]
     database = sqlite3.connect(path)
     assert database.execute("SELECT count(*) FROM verdicts").fetchone() == (80,)
-    assert database.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    assert database.execute("PRAGMA journal_mode").fetchone() == ("delete",)
     database.close()
     reader = CachedJudge(Client(), path, "m")
     assert await asyncio.gather(*(score(reader, f"answer b {n}") for n in range(40))) == [1.0] * 40

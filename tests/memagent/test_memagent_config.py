@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from argparse import Namespace
-from dataclasses import fields
-from pathlib import Path
 
 import pytest
 
 from agentic.common.errors import ConfigError
-from agentic.memagent import config as module
 from agentic.memagent.agent import check_window
 from agentic.memagent.config import MemAgentConfig
 
@@ -98,9 +94,3 @@ def test_window_is_checked_by_parts():
         check_window(MemAgentConfig(answer_tokens=6200), {"memory": 120, "answer": 60}, 5)
     with pytest.raises(ConfigError, match="no_memory.txt has 2000 tokens"):
         check_window(MemAgentConfig(), {"memory": 120, "answer": 60}, 2000)
-
-
-def test_readme_lists_every_setting():
-    text = Path(module.__file__).with_name("README.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"`(\w+)`", text))
-    assert {field.name for field in fields(MemAgentConfig)} <= named

@@ -141,12 +141,14 @@ def hf_tensors(
     A parameter that is not in the checkpoint is an error (ValueError), or reported to `missing`.
     """
     there = set(reader.names())
-    for name in all_names(shape):
-        keys, index = stored_place(name)
-        key = next((key for key in keys if key in there), None)
-        if key is None:
+    places = {name: stored_place(name) for name in all_names(shape)}
+    for name, (keys, _) in places.items():
+        if there.isdisjoint(keys):
             if missing is None:
                 raise ValueError(f"{reader.folder}: no {keys[0]}; is it a Megatron checkpoint of this model?")
             missing(name)
+    for name, (keys, index) in places.items():
+        key = next((key for key in keys if key in there), None)
+        if key is None:
             continue
         yield from convert_to_hf(name, reader.read(key, index), shape)
