@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Format, lint, types, architecture and the fast tests; under three minutes. --fix rewrites formatting first.
-# Left to scripts/test.sh: what starts servers (engine), several ranks (tests/fsdp) or whole programs (tests/e2e).
+# Left to scripts/test.sh: what starts servers (engine), several ranks (tests/fsdp, tests/megatron) or whole programs (tests/e2e).
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup_venv.sh"
 setup_venv
@@ -16,4 +16,4 @@ fi
 "$PYTHON" -m black --check -q "${sources[@]}"
 "$PYTHON" -m mypy
 "$PYTHON" -m pytest -q -n 2 --no-header -p no:warnings --durations=5 -m "not slow and not engine" \
-    --ignore tests/fsdp --ignore tests/e2e
+    --ignore tests/fsdp --ignore tests/megatron --ignore tests/e2e
