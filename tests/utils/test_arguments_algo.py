@@ -136,6 +136,10 @@ def test_model_sizes_come_from_the_configuration(tmp_path: Path) -> None:
     set_model_shape(args)
     assert (args.num_layers, args.ffn_hidden_size, args.num_query_groups, args.num_experts) == (3, 16, 2, None)
     assert calculate_fwd_flops([10], args) > calculate_fwd_flops([5], args) > 0
+    for name in ("num_experts", "num_local_experts"):
+        (tmp_path / "config.json").write_text(json.dumps({**sizes, name: 4}))
+        set_model_shape(args)
+        assert args.num_experts == 4
     (tmp_path / "config.json").write_text(json.dumps({**sizes, "vocab_size": None}))
     with pytest.raises(ValueError, match="--balance-by-flops: .*config.json does not say vocab_size"):
         set_model_shape(args)

@@ -22,7 +22,6 @@ _OPTIONAL = {
     "kv_channels": "head_dim",
     "moe_ffn_hidden_size": "moe_intermediate_size",
     "moe_router_topk": "num_experts_per_tok",
-    "num_experts": "num_experts",
 }
 
 
@@ -36,3 +35,5 @@ def set_model_shape(args: Namespace) -> None:
         raise ValueError(f"--balance-by-flops: {path} does not say {', '.join(missing)}; use --balance-data")
     for attribute, key in (_REQUIRED | _OPTIONAL).items():
         setattr(args, attribute, config.get(key))
+    # transformers 5 writes the second name
+    args.num_experts = config.get("num_experts") or config.get("num_local_experts")
