@@ -1,4 +1,4 @@
-"""Shared test set-up: puts the repository and `tests/` on the import path, and marks engine tests as CPU-friendly."""
+"""Shared test set-up: puts the repository and `tests/` on the import path, and keeps heavy tests apart."""
 
 import logging
 import os
@@ -21,6 +21,18 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Without it an example that takes 200 ms fails, which on a loaded machine any of them may.
 settings.register_profile("loaded_machine", deadline=None)
 settings.load_profile("loaded_machine")
+
+
+ONE_AFTER_THE_OTHER = {"e2e", "fsdp", "megatron"}
+"""Folders of `tests/` whose tests start several ranks or whole programs."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Under `-n N --dist loadgroup` one worker has all tests that start servers, ranks or programs; the others have the rest."""
+    for item in items:
+        marked = item.get_closest_marker("engine") or item.get_closest_marker("slow")
+        if marked or ONE_AFTER_THE_OTHER & set(item.path.relative_to(TESTS).parts):
+            item.add_marker(pytest.mark.xdist_group("heavy"))
 
 
 @pytest.fixture(autouse=True)

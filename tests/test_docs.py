@@ -64,7 +64,7 @@ COMMANDS = (
 SINGLE = ("quickstart", "gpu_check.sh", "serve_roles")
 LAUNCHERS = tuple(f"agentic.{name}.launch" for name in ("agentflow", "memagent", "toolorchestra"))
 # Switches of our shell scripts, which have no parser.
-SCRIPT_FLAGS = {"scripts/test.sh": "--slow", "scripts/check.sh": "--fix"}
+SCRIPT_FLAGS = {"--slow": "scripts/test.sh", "--fix": "scripts/check.sh", "--static": "scripts/check.sh"}
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -199,7 +199,7 @@ def train_flags() -> frozenset[str]:
 
 
 def test_script_switches_are_in_the_scripts() -> None:
-    for script, flag in SCRIPT_FLAGS.items():
+    for flag, script in SCRIPT_FLAGS.items():
         assert flag in (ROOT / script).read_text(encoding="utf-8")
 
 
@@ -219,7 +219,7 @@ def test_flags_in_the_text_are_accepted(page: Path) -> None:
             services = [f"agentic.toolorchestra.retrieval.{name}" for name in ("build", "serve")]
             tools = [PROGRAMS[name] for name in PROGRAMS if name in SINGLE or "convert" in name]
             programs = (*tools, *methods, *COMMANDS, *services)
-            known = train_flags().union(checkpoint_flags(), SCRIPT_FLAGS.values(), *map(accepted, programs))
+            known = train_flags().union(checkpoint_flags(), SCRIPT_FLAGS, *map(accepted, programs))
         if flag not in known:
             unknown.append(f"{program} {flag}")
     assert not unknown, f"{relative(page)}: {unknown}"
