@@ -12,7 +12,8 @@ Invariants:
 * Every document has a random stream of its own; the held-out files ask the same questions at every length, so that accuracies
   at two lengths differ by the length alone.
 * The scripted reader overlooks one wording of a fact more often than not: greedy decoding of the warm-started model misses
-  it, while sampling still finds it. What is in the memory is never lost, and no number is ever invented.
+  it, while sampling still finds it. What is in the memory is never lost, and no number is ever invented; some scripted
+  readings begin with a memory that is wrong, so that a fact is seen to replace it.
 
 Left out: rendering to tokens and training (slime's SFT path does both).
 """
@@ -35,6 +36,8 @@ UNKNOWN = "none"
 # Wordings of a fact, with the chance that the scripted reader overlooks it although it was asked for.
 OVERLOOKED = {"has": 0.03, "keeps": 0.08, "hides": 0.65}
 WORDINGS, NOTE = tuple(OVERLOOKED), "has"
+MISTAKEN = 0.25
+"""Share of the warm start's readings that begin with a wrong number for one of the names."""
 TOKENS_PER_FACT, FACTS_PER_CHUNK = 4, 25
 TWO_FACTS = 0.4
 """Share of questions that need two facts."""
@@ -124,8 +127,8 @@ class ReadingWriter:
 
     def rows(self, problem: Problem, faultless: bool = False) -> Iterator[dict[str, Any]]:
         """A scripted reading: one row a chunk, then the answer from the last memory."""
-        known: dict[str, str] = {}
-        memory = self.prompts.no_memory
+        known = self._mistaken(problem.names)
+        memory = memory_of(problem.names, known) if known else self.prompts.no_memory
         for chunk in problem.chunks:
             known |= self._noticed(problem.names, chunk, faultless)
             slots = {"question": problem.question, "memory": memory, "chunk": text_of(chunk)}
@@ -134,6 +137,11 @@ class ReadingWriter:
         numbers = "".join(f" {known.get(name, UNKNOWN)}" for name in problem.names)
         reply = self.prompts.answer_prefill + numbers + "}"
         yield self._row("answer", reply, question=problem.question, memory=memory)
+
+    def _mistaken(self, names: Sequence[str]) -> dict[str, str]:
+        if self.rng.random() >= MISTAKEN:
+            return {}
+        return {self.rng.choice(names): str(self.rng.choice(NUMBERS))}
 
     def _noticed(self, names: Sequence[str], chunk: Iterable[Fact], faultless: bool) -> dict[str, str]:
         asked = [fact for fact in chunk if fact.name in names]
