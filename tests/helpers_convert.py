@@ -91,28 +91,30 @@ def megatron_model(folder: Path, tp: int = 1, pp: int = 1, ep: int = 1) -> list[
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from slime.backends.common.hf_weights import read_config
-    from slime.backends.megatron_utils.hf_shape import hf_shape
+    from slime.backends.megatron_utils.transformer_config import read_shape
 
-    shape, config = hf_shape(folder), read_config(folder)
+    shape, config = read_shape(folder), read_config(folder)
     dtype = getattr(torch, config["dtype"])
     moe = dict(
         num_moe_experts=shape.num_experts, moe_router_topk=2, moe_ffn_hidden_size=config["moe_intermediate_size"],
     ) if shape.num_experts else {}  # fmt: skip
     sizes = TransformerConfig(
-        num_layers=shape.num_layers, hidden_size=shape.hidden_size, num_attention_heads=shape.num_heads,
-        num_query_groups=shape.num_groups, kv_channels=shape.head_dim, ffn_hidden_size=config["intermediate_size"],
+        num_layers=shape.num_layers, hidden_size=shape.hidden_size, num_attention_heads=shape.num_attention_heads,
+        num_query_groups=shape.num_query_groups, kv_channels=shape.kv_channels, ffn_hidden_size=shape.ffn_hidden_size,
         gated_linear_unit=True, activation_func=torch.nn.functional.silu, add_bias_linear=False,
-        add_qkv_bias=shape.qkv_bias, qk_layernorm=shape.qk_norm, normalization="RMSNorm", use_cpu_initialization=True,
+        add_qkv_bias=shape.qkv_bias, qk_layernorm=shape.qk_layernorm, normalization="RMSNorm", use_cpu_initialization=True,
         bias_activation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False,
         gradient_accumulation_fusion=False, params_dtype=dtype, pipeline_dtype=dtype, tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp, expert_model_parallel_size=ep,
         expert_tensor_parallel_size=tp if ep == 1 else 1, **moe,
     )  # fmt: skip
-    spec = get_gpt_layer_local_spec(shape.num_experts or None, qk_layernorm=shape.qk_norm, normalization="RMSNorm")
+    spec = get_gpt_layer_local_spec(
+        shape.num_experts or None, qk_layernorm=shape.qk_layernorm, normalization="RMSNorm"
+    )
     model = GPTModel(
         sizes, spec, vocab_size=-(-shape.vocab_size // (16 * tp)) * 16 * tp, max_sequence_length=64,
         pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=shape.tied, position_embedding_type="rope",
+        share_embeddings_and_output_weights=not shape.untied, position_embedding_type="rope",
     )  # fmt: skip
     return [model.to(dtype)]
 

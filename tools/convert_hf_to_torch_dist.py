@@ -29,12 +29,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from slime.backends.common.dcp_files import write_pieces
 from slime.backends.common.hf_weights import SafetensorReader
 from slime.backends.megatron_utils.capabilities import check_model_flags
-from slime.backends.megatron_utils.hf_shape import HfShape, hf_shape, megatron_args_of_shape
 from slime.backends.megatron_utils.hf_to_megatron.common import check_tensor_names
-from slime.backends.megatron_utils.torch_dist import extra_states, padded_rows, pieces_of_hf, write_common
-from slime.backends.megatron_utils.transformer_config import read_text_config
+from slime.backends.megatron_utils.torch_dist import (
+    args_of_shape,
+    extra_states,
+    padded_rows,
+    pieces_of_hf,
+    write_common,
+)
+from slime.backends.megatron_utils.transformer_config import read_shape, read_text_config
 from slime.utils.arguments.megatron import add_megatron_arguments
 from slime.utils.arguments.parser import SlimeArgumentParser
+from slime.utils.model_shape import ModelShape
 
 NAME, TRACKER = "release", "latest_checkpointed_iteration.txt"
 
@@ -52,7 +58,7 @@ def make_parser() -> SlimeArgumentParser:
     return parser
 
 
-def check(args: argparse.Namespace, shape: HfShape) -> None:
+def check(args: argparse.Namespace, shape: ModelShape) -> None:
     """Raise ValueError for what cannot be done, before anything is written."""
     target = args.save / NAME
     if target.exists():
@@ -66,7 +72,7 @@ def check(args: argparse.Namespace, shape: HfShape) -> None:
         raise ValueError(f"--padded-vocab-size {args.padded_vocab_size}: the model has {shape.vocab_size} rows")
 
 
-def rows_of(args: argparse.Namespace, shape: HfShape) -> int:
+def rows_of(args: argparse.Namespace, shape: ModelShape) -> int:
     """Rows of the stored vocabulary."""
     if args.padded_vocab_size is not None:
         return args.padded_vocab_size
@@ -101,7 +107,7 @@ def barrier() -> None:
 
 
 def write(
-    args: argparse.Namespace, shape: HfShape, reader: SafetensorReader, folder: Path, rank: int, world: int
+    args: argparse.Namespace, shape: ModelShape, reader: SafetensorReader, folder: Path, rank: int, world: int
 ) -> None:
     """This rank's share of the pieces, one after the other."""
     pieces = list(pieces_of_hf(reader, shape, rows_of(args, shape), dtype_of(args, reader)))[rank::world]
@@ -111,7 +117,7 @@ def write(
 
 
 def run(args: argparse.Namespace) -> None:
-    shape = hf_shape(args.hf_checkpoint)
+    shape = read_shape(args.hf_checkpoint)
     check(args, shape)
     check_model_flags(args, read_text_config(args.hf_checkpoint))
     reader = SafetensorReader(args.hf_checkpoint)
@@ -126,7 +132,7 @@ def run(args: argparse.Namespace) -> None:
         write(args, shape, reader, partial, rank, world)
         barrier()
         if rank == 0:
-            write_common(partial, megatron_args_of_shape(shape), 1)
+            write_common(partial, args_of_shape(shape), 1)
             os.rename(partial, target)
             (args.save / TRACKER).write_text(NAME + "\n")
             print(f"{target}: {shape.num_layers} layers; load it with --load {args.save}")

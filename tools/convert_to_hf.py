@@ -24,7 +24,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from slime.backends.common.hf_weights import SafetensorReader, write_hf_directory
 from slime.backends.megatron_utils.capabilities import check_model_flags
-from slime.backends.megatron_utils.hf_shape import hf_shape
 from slime.backends.megatron_utils.transformer_config import read_text_config
 from slime.utils.arguments.megatron import add_megatron_arguments
 from slime.utils.arguments.parser import SlimeArgumentParser
@@ -103,7 +102,6 @@ def differences(tensors: Iterator[tuple[str, torch.Tensor]], reader: SafetensorR
 
 def run(args: argparse.Namespace) -> int:
     """The exit code."""
-    hf_shape(args.hf_checkpoint)
     check(args)
     reader = SafetensorReader(args.hf_checkpoint)
     dtype = reader.get_dtype("model.norm.weight")

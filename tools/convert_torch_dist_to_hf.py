@@ -24,10 +24,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from slime.backends.common.dcp_files import DcpReader
 from slime.backends.common.hf_weights import SHARD_BYTES, SafetensorReader, write_hf_directory
-from slime.backends.megatron_utils.hf_shape import FAMILY_OF_NAME, HfShape, hf_shape, shape_of_megatron_args
 from slime.backends.megatron_utils.param_names import all_names, hf_names
-from slime.backends.megatron_utils.torch_dist import hf_tensors, read_common
+from slime.backends.megatron_utils.torch_dist import hf_tensors, read_common, shape_of_args
+from slime.backends.megatron_utils.transformer_config import read_shape
 from slime.utils.arguments.parser import SlimeArgumentParser
+from slime.utils.model_shape import FAMILIES, ModelShape
 
 
 def make_parser() -> SlimeArgumentParser:
@@ -36,7 +37,7 @@ def make_parser() -> SlimeArgumentParser:
     add("--input-dir", type=Path, required=True, help="iter_* or release directory of a Megatron run")
     add("--output-dir", type=Path, required=True, help="Hugging Face directory to make")
     add("--origin-hf-dir", type=Path, help="model directory that the run started from")
-    add("--model-name", choices=sorted(FAMILY_OF_NAME), help="family, when --origin-hf-dir is not given")
+    add("--model-name", choices=sorted([*FAMILIES, "qwen2.5"]), help="family, when --origin-hf-dir is not given")
     add("-f", "--force", action="store_true", help="replace an existing --output-dir")
     add(
         "-a",
@@ -63,12 +64,12 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError("--add-missing-from-origin-hf: needs --origin-hf-dir")
 
 
-def find_shape(args: argparse.Namespace, rows: int) -> HfShape:
+def find_shape(args: argparse.Namespace, rows: int) -> ModelShape:
     """Sizes of the model. `rows`: those of the stored embedding, padding included."""
     if args.origin_hf_dir is not None:
-        shape = hf_shape(args.origin_hf_dir)
+        shape = read_shape(args.origin_hf_dir)
     else:
-        shape = shape_of_megatron_args(read_common(args.input_dir).get("args"), args.model_name, rows)
+        shape = shape_of_args(read_common(args.input_dir).get("args"), args.model_name, rows)
     if args.vocab_size is not None:
         shape = dataclasses.replace(shape, vocab_size=args.vocab_size)
     if shape.vocab_size > rows:
@@ -76,7 +77,7 @@ def find_shape(args: argparse.Namespace, rows: int) -> HfShape:
     return shape
 
 
-def tensors(args: argparse.Namespace, reader: DcpReader, shape: HfShape) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors(args: argparse.Namespace, reader: DcpReader, shape: ModelShape) -> Iterator[tuple[str, torch.Tensor]]:
     """What to write: from the checkpoint, and with -a from the origin what is not there."""
     absent: list[str] = []
     yield from hf_tensors(reader, shape, absent.append if args.add_missing_from_origin_hf else None)

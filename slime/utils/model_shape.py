@@ -1,10 +1,10 @@
-"""The sizes of a decoder-only transformer, and how many parameters they make.
+"""The families and sizes of decoder-only transformers, and how many parameters they make: the one table that all parts read.
 
 Input: a Hugging Face `config.json`, or the `MODEL_ARGS` of a script in `scripts/models`. A model whose folder is not there is
 looked up among those scripts by its name.
 Invariants: counts are exact for the Qwen2, Qwen2.5, Qwen3 (dense and mixture of experts) and Llama families; sizes that no such
 model can have are a ValueError naming the file and the sizes.
-Left out: multi-latent attention, shared experts, layers that differ from each other, media encoders.
+Left out: multi-latent attention, shared experts, layers that differ from each other, media encoders, the rotary embedding.
 """
 
 from __future__ import annotations
@@ -49,13 +49,41 @@ _OTHER_FLAGS = {
     "use-rope-scaling",
     "rope-scaling-factor",
 }
-# By `model_type`: whether queries, keys and values have a bias, whether heads have a norm of their own, class of the model.
-_FAMILIES = {
-    "qwen2": (True, False, "Qwen2ForCausalLM"),
-    "qwen3": (False, True, "Qwen3ForCausalLM"),
-    "qwen3_moe": (False, True, "Qwen3MoeForCausalLM"),
-    "llama": (False, False, "LlamaForCausalLM"),
+
+
+@dataclass(frozen=True)
+class Family:
+    """What models of a `model_type` have in common."""
+
+    architecture: str
+    """Class of the model."""
+    qkv_bias: bool
+    """Queries, keys and values have a bias."""
+    qk_layernorm: bool
+    """Heads of queries and keys have a norm of their own."""
+
+
+FAMILIES = {
+    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, qk_layernorm=False),
+    "qwen3": Family("Qwen3ForCausalLM", qkv_bias=False, qk_layernorm=True),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", qkv_bias=False, qk_layernorm=True),
+    "llama": Family("LlamaForCausalLM", qkv_bias=False, qk_layernorm=False),
 }
+# Size -> keys of a Hugging Face configuration, of which the first with a value counts.
+SIZE_KEYS = {
+    "num_layers": ("num_hidden_layers",),
+    "hidden_size": ("hidden_size",),
+    "ffn_hidden_size": ("intermediate_size",),
+    "num_attention_heads": ("num_attention_heads",),
+    "vocab_size": ("vocab_size",),
+    "num_query_groups": ("num_key_value_heads", "num_attention_heads"),
+    "kv_channels": ("head_dim",),
+    "num_experts": ("num_experts", "num_local_experts"),  # transformers 5 writes the second name
+    "moe_router_topk": ("num_experts_per_tok",),
+    "moe_ffn_hidden_size": ("moe_intermediate_size",),
+}
+_REQUIRED = list(SIZE_KEYS)[:5]
+_OF_EXPERTS = list(SIZE_KEYS)[-3:]
 # Parts of a model's name that do not change its sizes.
 _VARIANTS = re.compile(r"^meta-|-?(instruct|base|chat|hf|coder|math|thinking|\d{4})(?=-|$)")
 
@@ -127,33 +155,33 @@ class ModelShape:
         return layers + self.hidden_size + self.embedding_params * (2 if self.untied else 1)
 
 
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a Hugging Face configuration that describes the language model."""
+    return config.get("text_config") or config
+
+
+def sizes_of_config(config: Mapping[str, Any], where: str, required: Sequence[str] = _REQUIRED) -> dict[str, int]:
+    """The `SIZE_KEYS` that a Hugging Face configuration of any family states. Raises ValueError naming `where` and what it lacks."""
+    config = text_config(config)
+    values = {name: [config[key] for key in keys if config.get(key)] for name, keys in SIZE_KEYS.items()}
+    missing = [SIZE_KEYS[name][0] for name in required if not values[name]]
+    if missing:
+        raise ValueError(f"{where} does not say {', '.join(missing)}")
+    sizes = {name: int(found[0]) for name, found in values.items() if found}
+    return {"kv_channels": sizes["hidden_size"] // sizes["num_attention_heads"], **sizes}
+
+
 def shape_of_config(config: Mapping[str, Any], where: str) -> ModelShape:
     """From a Hugging Face configuration. Raises ValueError naming `where` for a family or size that is not known."""
-    config = config.get("text_config") or config
-    family = config.get("model_type")
-    if family not in _FAMILIES:
-        raise ValueError(f"{where}: model_type {family!r} is none of {', '.join(_FAMILIES)}")
-    bias, head_norm, _ = _FAMILIES[family]
-    try:
-        heads, hidden = config["num_attention_heads"], config["hidden_size"]
-        sizes: dict[str, Any] = {
-            "num_layers": config["num_hidden_layers"],
-            "hidden_size": hidden,
-            "ffn_hidden_size": config["intermediate_size"],
-            "num_attention_heads": heads,
-            "num_query_groups": config.get("num_key_value_heads") or heads,
-            "vocab_size": config["vocab_size"],
-            "kv_channels": config.get("head_dim") or hidden // heads,
-        }
-        if family == "qwen3_moe":
-            # transformers 5 writes the second name
-            sizes["num_experts"] = config.get("num_experts") or config["num_local_experts"]
-            sizes["moe_router_topk"] = config["num_experts_per_tok"]
-            sizes["moe_ffn_hidden_size"] = config["moe_intermediate_size"]
-    except KeyError as error:
-        raise ValueError(f"{where}: has no {error.args[0]}") from error
+    config = text_config(config)
+    name = config.get("model_type")
+    if name not in FAMILIES:
+        raise ValueError(f"{where}: model_type {name!r} is none of {', '.join(FAMILIES)}")
+    sparse, family = name == "qwen3_moe", FAMILIES[name]
+    sizes = sizes_of_config(config, where, _REQUIRED + _OF_EXPERTS * sparse)
+    kept = {name: size for name, size in sizes.items() if sparse or name not in _OF_EXPERTS}
     untied = not config.get("tie_word_embeddings", False)
-    return _checked(where, **sizes, qkv_bias=bias, qk_layernorm=head_norm, untied=untied)
+    return _checked(where, **kept, qkv_bias=family.qkv_bias, qk_layernorm=family.qk_layernorm, untied=untied)
 
 
 def shape_of_model_args(argv: Sequence[str], where: str) -> ModelShape:
@@ -195,23 +223,15 @@ def config_of_model_args(argv: Sequence[str], where: str) -> dict[str, Any]:
     """The Hugging Face configuration of a model script's flags: what stands in for a model that is not there yet."""
     shape, flags = shape_of_model_args(argv, where), dict(_grouped(argv, where))
     family = "qwen2" if shape.qkv_bias else "qwen3" if shape.qk_layernorm else "llama"
-    config: dict[str, Any] = {
-        "num_hidden_layers": shape.num_layers,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.ffn_hidden_size,
-        "num_attention_heads": shape.num_attention_heads,
-        "num_key_value_heads": shape.num_query_groups,
-        "head_dim": shape.kv_channels,
-        "vocab_size": shape.vocab_size,
+    family = "qwen3_moe" if shape.num_experts else family
+    return {
+        **{keys[0]: size for name, keys in SIZE_KEYS.items() if (size := getattr(shape, name))},
         "tie_word_embeddings": not shape.untied,
         "rms_norm_eps": float(flags["norm-epsilon"][0]),
         "rope_theta": float(flags["rotary-base"][0]),
+        "model_type": family,
+        "architectures": [FAMILIES[family].architecture],
     }
-    if shape.num_experts:
-        family = "qwen3_moe"
-        config["num_experts"], config["num_experts_per_tok"] = shape.num_experts, shape.moe_router_topk
-        config["moe_intermediate_size"] = shape.moe_ffn_hidden_size
-    return {**config, "model_type": family, "architectures": [_FAMILIES[family][2]]}
 
 
 def read_model_args(script: Path) -> list[str]:

@@ -14,7 +14,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.backends.megatron_utils.hf_shape import hf_shape, shape_of_config
 from slime.backends.megatron_utils.hf_to_megatron import supports_hf_weight_loading
 from slime.backends.megatron_utils.hf_to_megatron.common import (
     SafetensorReader,
@@ -35,6 +34,8 @@ from slime.backends.megatron_utils.param_names import (
     sharding_of,
     with_global_numbers,
 )
+from slime.backends.megatron_utils.transformer_config import read_shape
+from slime.utils.model_shape import shape_of_config
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("family", helpers.FAMILIES)
 def test_whole_model_round_trip_is_bit_exact(models: dict[str, Path], family: str) -> None:
-    shape, reader = hf_shape(models[family]), SafetensorReader(models[family])
+    shape, reader = read_shape(models[family]), SafetensorReader(models[family])
     back: dict[str, torch.Tensor] = {}
     for name in all_names(shape):
         back |= convert_to_hf(name, megatron_tensor(name, reader.get_tensor, shape), shape)
@@ -54,7 +55,7 @@ def test_whole_model_round_trip_is_bit_exact(models: dict[str, Path], family: st
 
 @given(groups=st.integers(1, 4), per_group=st.integers(1, 4), size=st.integers(1, 3), bias=st.booleans())
 def test_qkv_is_interleaved_by_group(groups: int, per_group: int, size: int, bias: bool) -> None:
-    shape = _shape(num_heads=groups * per_group, num_groups=groups, head_dim=size)
+    shape = _shape(num_attention_heads=groups * per_group, num_query_groups=groups, kv_channels=size)
     rest = () if bias else (5,)
     q, k, v = (torch.randn(groups * n * size, *rest) for n in (per_group, 1, 1))
     merged = merge_qkv(q, k, v, shape)
@@ -111,28 +112,28 @@ def test_global_numbers_of_layers_and_experts() -> None:
 
 
 def _shape(**changes: Any) -> Any:
-    config = {**helpers.SIZES, "architectures": ["Qwen2ForCausalLM"]}
+    config = {**helpers.SIZES, "model_type": "qwen2"}
     return Namespace(**{**shape_of_config(config, "here").__dict__, **changes})
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel has no Megatron converter here"),
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not known to --train-backend megatron and its converters"),
         ({"attention_bias": True}, "attention_bias"),
         ({"mlp_only_layers": [0]}, "mlp_only_layers"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step is not 1"),
     ],
 )
 def test_other_models_are_refused_by_name(tmp_path: Path, change: dict[str, Any], message: str) -> None:
-    config = {**helpers.SIZES, "architectures": ["LlamaForCausalLM"], **change}
+    (tmp_path / "config.json").write_text(json.dumps({**helpers.SIZES, "model_type": "llama", **change}))
     with pytest.raises(ValueError, match=message):
-        shape_of_config(config, "here")
-    (tmp_path / "config.json").write_text(json.dumps(config))
+        read_shape(tmp_path)
     assert not supports_hf_weight_loading(tmp_path)
 
 
 def test_missing_and_surplus_tensors_are_named(models: dict[str, Path]) -> None:
-    reader, shape = SafetensorReader(models["qwen3"]), hf_shape(models["qwen3"])
+    reader, shape = SafetensorReader(models["qwen3"]), read_shape(models["qwen3"])
     check_tensor_names(reader, shape)
     assert supports_hf_weight_loading(models["qwen3"])
     file = reader.shards.pop("model.norm.weight")

@@ -13,7 +13,6 @@ import torch
 
 from slime.backends.common.dcp_files import DcpReader, Piece, write_pieces
 from slime.backends.common.hf_weights import SafetensorReader
-from slime.backends.megatron_utils.hf_shape import hf_shape
 from slime.backends.megatron_utils.torch_dist import (
     extra_states,
     hf_tensors,
@@ -22,11 +21,12 @@ from slime.backends.megatron_utils.torch_dist import (
     read_common,
     write_common,
 )
+from slime.backends.megatron_utils.transformer_config import read_shape
 
 
 def convert(model: Path, out: Path) -> Path:
     """What tools/convert_hf_to_torch_dist.py writes, in this process."""
-    shape, reader = hf_shape(model), SafetensorReader(model)
+    shape, reader = read_shape(model), SafetensorReader(model)
     out.mkdir()
     dtype = reader.get_dtype("model.norm.weight")
     write_pieces(out, list(pieces_of_hf(reader, shape, 128, dtype)), list(extra_states(shape)))
@@ -49,7 +49,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.mark.parametrize("family", helpers.FAMILIES)
 def test_hf_to_torch_dist_to_hf_is_bit_exact(folders: tuple[Path, Path], family: str) -> None:
     hf, dist = folders
-    back = dict(hf_tensors(DcpReader(dist / family), hf_shape(hf / family)))
+    back = dict(hf_tensors(DcpReader(dist / family), read_shape(hf / family)))
     helpers.assert_same_tensors(back, helpers.tensors_of(hf / family))
 
 
@@ -108,7 +108,7 @@ def test_what_is_missing_is_named(folders: tuple[Path, Path], tmp_path: Path) ->
     with pytest.raises(FileNotFoundError, match="no .metadata"):
         DcpReader(tmp_path)
     with pytest.raises(ValueError, match="no decoder.layers.self_attention.linear_qkv.bias"):
-        list(hf_tensors(DcpReader(folders[1] / "qwen3"), hf_shape(folders[0] / "qwen2")))
+        list(hf_tensors(DcpReader(folders[1] / "qwen3"), read_shape(folders[0] / "qwen2")))
     assert read_common(folders[1] / "qwen3")["args"].hidden_size == 32
     assert padded_rows(106, 16, 2) == 128 and padded_rows(128, 128, 1) == 128
 

@@ -141,7 +141,7 @@ def test_model_sizes_come_from_the_configuration(tmp_path: Path) -> None:
         set_model_shape(args)
         assert args.num_experts == 4
     (tmp_path / "config.json").write_text(json.dumps({**sizes, "vocab_size": None}))
-    with pytest.raises(ValueError, match="--balance-by-flops: .*config.json does not say vocab_size"):
+    with pytest.raises(ValueError, match="--balance-by-flops .*config.json does not say vocab_size"):
         set_model_shape(args)
 
 

@@ -131,7 +131,7 @@ def test_sizes_that_no_model_has() -> None:
         shape_of_config(config | {"num_key_value_heads": 5}, "config")
     with pytest.raises(ValueError, match="model_type 'mamba' is none of qwen2"):
         shape_of_config(config | {"model_type": "mamba"}, "config")
-    with pytest.raises(ValueError, match="config: has no vocab_size"):
+    with pytest.raises(ValueError, match="config does not say vocab_size"):
         shape_of_config({key: value for key, value in config.items() if key != "vocab_size"}, "config")
     with pytest.raises(ValueError, match="cannot use 129 of 128 experts"):
         shape_of_config(config_of("qwen3-30B-A3B") | {"num_experts_per_tok": 129}, "config")

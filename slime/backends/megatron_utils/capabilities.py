@@ -8,7 +8,8 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-from slime.backends.megatron_utils.transformer_config import family_of, read_text_config, rotary_of
+from slime.backends.megatron_utils.transformer_config import read_text_config, rotary_of
+from slime.utils.model_shape import SIZE_KEYS, ModelShape, shape_of_config
 
 # flag name -> values that this back end honours
 _REFUSED: dict[str, tuple[Any, ...]] = {
@@ -19,20 +20,6 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "lora_alpha": (None,),
     "lora_dropout": (0.0,),
     "lora_target_modules": (None,),
-}
-
-# megatron-core's name of a size -> key of the Hugging Face configuration
-_SIZES: dict[str, str] = {
-    "num_layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "ffn_hidden_size": "intermediate_size",
-    "num_attention_heads": "num_attention_heads",
-    "num_query_groups": "num_key_value_heads",
-    "kv_channels": "head_dim",
-    "vocab_size": "vocab_size",
-    "norm_epsilon": "rms_norm_eps",
-    "moe_router_topk": "num_experts_per_tok",
-    "moe_ffn_hidden_size": "moe_intermediate_size",
 }
 
 
@@ -68,39 +55,38 @@ def check_model(args: Namespace) -> None:
     """What the flags say of the model and how they cut it. Raises ValueError, or AssertionError for contradictions of its config."""
     config = read_text_config(args.hf_checkpoint)
     check_model_flags(args, config)
-    _check_parallel_sizes(args, config)
+    _check_parallel_sizes(args, shape_of_config(config, args.hf_checkpoint))
 
 
 def check_model_flags(args: Namespace, config: dict[str, Any]) -> None:
     """Raise AssertionError naming every size or switch of the command line that the model does not have."""
-    rotary = rotary_of(config, f"--hf-checkpoint {args.hf_checkpoint}")
-    known: dict[str, Any] = {name: config.get(key) for name, key in _SIZES.items()}
-    experts = config.get("num_experts") or config.get("num_local_experts")
-    known |= {"rotary_base": rotary.base, "rope_scaling_factor": rotary.scaling, "num_experts": experts}
+    where = f"--hf-checkpoint {args.hf_checkpoint}"
+    shape, rotary = shape_of_config(config, where), rotary_of(config, where)
+    known: dict[str, Any] = {name: getattr(shape, name) for name in SIZE_KEYS}
+    known |= {"norm_epsilon": config.get("rms_norm_eps"), "rotary_base": rotary.base}
+    known["rope_scaling_factor"] = rotary.scaling
     wrong = [
         f"{_flag(name)} {given} (it is {found})"
         for name, found in known.items()
         if (given := getattr(args, name, None)) is not None and found is not None and given != found
     ]
-    qkv_bias, qk_norm = family_of(config)
     facts = {
         "group_query_attention": True,
         "disable_bias_linear": True,
         "swiglu": True,
         "use_rotary_position_embeddings": True,
-        "add_qkv_bias": qkv_bias,
-        "qk_layernorm": qk_norm,
+        "add_qkv_bias": shape.qkv_bias,
+        "qk_layernorm": shape.qk_layernorm,
         "use_rope_scaling": rotary.scaling is not None,
-        "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
+        "untie_embeddings_and_output_weights": shape.untied,
     }
     wrong += [f"{_flag(name)} (it has not)" for name, true in facts.items() if getattr(args, name, False) and not true]
-    assert not wrong, f"--hf-checkpoint {args.hf_checkpoint} is another model than the flags say: {', '.join(wrong)}"
+    assert not wrong, f"{where} is another model than the flags say: {', '.join(wrong)}"
 
 
-def _check_parallel_sizes(args: Namespace, config: dict[str, Any]) -> None:
+def _check_parallel_sizes(args: Namespace, shape: ModelShape) -> None:
     tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
-    groups = config.get("num_key_value_heads") or heads
+    heads, groups, layers = shape.num_attention_heads, shape.num_query_groups, shape.num_layers
     if heads % tensor or (groups % tensor and tensor % groups):
         raise ValueError(
             f"--tensor-model-parallel-size {tensor}: cannot cut {heads} attention heads and {groups} key/value heads"
@@ -114,7 +100,7 @@ def _check_parallel_sizes(args: Namespace, config: dict[str, Any]) -> None:
         )
     if args.sequence_parallel and tensor == 1:
         raise ValueError("--sequence-parallel: needs --tensor-model-parallel-size above 1")
-    _check_experts(args, config)
+    _check_experts(args, shape.num_experts)
 
 
 def _check_ranks(args: Namespace) -> None:
@@ -127,9 +113,8 @@ def _check_ranks(args: Namespace) -> None:
         )
 
 
-def _check_experts(args: Namespace, config: dict[str, Any]) -> None:
+def _check_experts(args: Namespace, experts: int) -> None:
     size = args.expert_model_parallel_size
-    experts = config.get("num_experts") or config.get("num_local_experts") or 0
     if size > 1 and (not experts or experts % size):
         raise ValueError(f"--expert-model-parallel-size {size}: does not divide the model's {experts} experts")
     if experts and args.tensor_model_parallel_size > 1 and not args.sequence_parallel:

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slime.backends.megatron_utils.hf_shape import HfShape
 from slime.backends.megatron_utils.parallel_ranks import ParallelRanks
 from slime.backends.megatron_utils.param_names import (
     OUTPUT,
@@ -24,6 +23,7 @@ from slime.backends.megatron_utils.param_names import (
     with_global_numbers,
     with_other_expert,
 )
+from slime.utils.model_shape import ModelShape
 
 
 def unwrap(chunk: nn.Module) -> Any:
@@ -57,10 +57,10 @@ class _Entry:
 
 
 @torch.no_grad()
-def iter_full_params(model_chunks: Sequence[nn.Module], shape: HfShape) -> Iterator[tuple[str, torch.Tensor]]:
+def iter_full_params(model_chunks: Sequence[nn.Module], shape: ModelShape) -> Iterator[tuple[str, torch.Tensor]]:
     """(canonical name, whole parameter, vocabulary still padded), on every rank. Collective: all ranks must exhaust it."""
     ranks = ParallelRanks.current()
-    own = [entry for entry in named_params(model_chunks, 0) if not (shape.tied and entry[0] == OUTPUT)]
+    own = [entry for entry in named_params(model_chunks, 0) if shape.untied or entry[0] != OUTPUT]
     experts = shape.num_experts // ranks.ep[1]
     for stage, entries in enumerate(_plans(own, ranks)):
         for position, entry in enumerate(entries):

@@ -21,6 +21,7 @@ from torch import nn
 from slime.backends.megatron_utils.transformer_config import (
     core_transformer_config,
     padded_vocab_size,
+    read_shape,
     read_text_config,
     rotary_of,
 )
@@ -77,15 +78,15 @@ def get_model_provider_func(args: Namespace, role: str = "actor") -> ModelProvid
     def provide(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> nn.Module:
         fused = uses_transformer_engine()
         config, hf = core_transformer_config(args, fused), read_text_config(args.hf_checkpoint)
-        rotary = rotary_of(hf, args.hf_checkpoint)
+        shape, rotary = read_shape(args.hf_checkpoint), rotary_of(hf, args.hf_checkpoint)
         return GPTModel(
             config,
             _decoder_spec(config, fused),
-            vocab_size=padded_vocab_size(args, hf["vocab_size"]),
+            vocab_size=padded_vocab_size(args, shape.vocab_size),
             max_sequence_length=hf["max_position_embeddings"],
             pre_process=pre_process,
             post_process=post_process,
-            share_embeddings_and_output_weights=hf.get("tie_word_embeddings", False) and role != "critic",
+            share_embeddings_and_output_weights=not shape.untied and role != "critic",
             position_embedding_type="rope",
             rotary_base=rotary.base,
             rope_scaling=rotary.scaling is not None,
@@ -111,7 +112,7 @@ def make_stage(model: Any, args: Namespace, role: str) -> None:
     """Turn a GPT model, in place, into a stage of the policy, or of a critic with a head of one output."""
     kind = type(model)
     model.__class__ = type(f"{kind.__name__}Stage", (PolicyOutput, kind), {})
-    model.real_vocab_size = read_text_config(args.hf_checkpoint)["vocab_size"]
+    model.real_vocab_size = read_shape(args.hf_checkpoint).vocab_size
     if role == "critic":
         model.share_embeddings_and_output_weights = False
         if model.post_process:

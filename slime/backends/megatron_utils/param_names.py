@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from slime.backends.megatron_utils.hf_shape import HfShape
+from slime.utils.model_shape import ModelShape
 
 EMBEDDING, FINAL_NORM, OUTPUT = (
     "embedding.word_embeddings.weight",
@@ -123,22 +123,22 @@ def sharding_of(name: str) -> Sharding:
     return Sharding(expert=expert)
 
 
-def all_names(shape: HfShape) -> Iterator[str]:
+def all_names(shape: ModelShape) -> Iterator[str]:
     """Every canonical name of a model, in the order in which it computes; tied embeddings have no output layer."""
     yield EMBEDDING
     for number in range(shape.num_layers):
         for part in _layer_parts(shape):
             yield f"decoder.layers.{number}.{part}"
     yield FINAL_NORM
-    if not shape.tied:
+    if shape.untied:
         yield OUTPUT
 
 
-def _layer_parts(shape: HfShape) -> Iterator[str]:
+def _layer_parts(shape: ModelShape) -> Iterator[str]:
     skipped = set()
     if not shape.qkv_bias:
         skipped.add("self_attention.linear_qkv.bias")
-    if not shape.qk_norm:
+    if not shape.qk_layernorm:
         skipped |= {"self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"}
     skipped |= {"mlp.linear_fc1.weight", "mlp.linear_fc2.weight"} if shape.num_experts else {"mlp.router.weight"}
     yield from (part for part in _LAYER if part not in skipped)

@@ -22,10 +22,10 @@ import torch
 
 from slime.backends.common.dcp_files import DcpReader, Piece, load_plain
 from slime.backends.common.hf_weights import SafetensorReader
-from slime.backends.megatron_utils.hf_shape import HfShape
 from slime.backends.megatron_utils.hf_to_megatron.common import megatron_tensor, pad_vocabulary
 from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf
 from slime.backends.megatron_utils.param_names import EMBEDDING, OUTPUT, all_names, is_expert
+from slime.utils.model_shape import FAMILIES, SIZE_KEYS, ModelShape
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.(.+)$")
@@ -59,7 +59,7 @@ def stored_place(name: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
     return tuple(f"decoder.layers.{part}" for part in _STORED.get(layer[2], (layer[2],))), (int(layer[1]),)
 
 
-def _stacked(name: str, shape: HfShape) -> tuple[int, ...]:
+def _stacked(name: str, shape: ModelShape) -> tuple[int, ...]:
     if not _LAYER.match(name):
         return ()
     return (shape.num_layers, shape.num_experts) if is_expert(name) else (shape.num_layers,)
@@ -71,7 +71,7 @@ def padded_rows(vocab_size: int, divisor: int, tensor_parallel: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-def pieces_of_hf(reader: SafetensorReader, shape: HfShape, rows: int, dtype: torch.dtype) -> Iterator[Piece]:
+def pieces_of_hf(reader: SafetensorReader, shape: ModelShape, rows: int, dtype: torch.dtype) -> Iterator[Piece]:
     """What to write for a Hugging Face model: each parameter of `dtype`, the vocabulary padded to `rows`."""
     for name in all_names(shape):
         make = _maker(name, reader, shape, rows)
@@ -82,7 +82,7 @@ def pieces_of_hf(reader: SafetensorReader, shape: HfShape, rows: int, dtype: tor
             yield Piece(key, index, (*ones, *size), (*_stacked(name, shape), *size), dtype, make)
 
 
-def _maker(name: str, reader: SafetensorReader, shape: HfShape, rows: int) -> Callable[[], torch.Tensor]:
+def _maker(name: str, reader: SafetensorReader, shape: ModelShape, rows: int) -> Callable[[], torch.Tensor]:
     def make() -> torch.Tensor:
         whole = megatron_tensor(name, reader.get_tensor, shape)
         return pad_vocabulary(whole, rows) if name in (EMBEDDING, OUTPUT) else whole
@@ -90,7 +90,7 @@ def _maker(name: str, reader: SafetensorReader, shape: HfShape, rows: int) -> Ca
     return make
 
 
-def _size(name: str, reader: SafetensorReader, shape: HfShape, rows: int) -> tuple[int, ...]:
+def _size(name: str, reader: SafetensorReader, shape: ModelShape, rows: int) -> tuple[int, ...]:
     """Shape of the merged parameter, from the shapes in the files."""
 
     def empty(hf_name: str) -> torch.Tensor:
@@ -101,7 +101,7 @@ def _size(name: str, reader: SafetensorReader, shape: HfShape, rows: int) -> tup
     return tuple(megatron_tensor(name, empty, shape).shape)
 
 
-def extra_states(shape: HfShape) -> Iterator[str]:
+def extra_states(shape: ModelShape) -> Iterator[str]:
     """Names of the empty extra states."""
     for number in range(shape.num_layers):
         place = f"_extra_state/shard_{number}_{shape.num_layers}"
@@ -133,8 +133,29 @@ def read_common(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{error}; give --origin-hf-dir") from error
 
 
+def shape_of_args(args: Any, model_name: str, rows: int) -> ModelShape:
+    """Sizes from the arguments in a checkpoint, whose embedding has `rows`. Raises ValueError when they do not say them."""
+    family = FAMILIES[model_name.replace("qwen2.5", "qwen2")]
+    sizes = {name: size for name in SIZE_KEYS if (size := getattr(args, name, None))}
+    missing = [name for name in ("num_layers", "hidden_size", "num_attention_heads") if name not in sizes]
+    if missing:
+        raise ValueError(f"the checkpoint does not say {', '.join(missing)}; give --origin-hf-dir")
+    heads = sizes["num_attention_heads"]
+    # Widths of feed-forward parts are not needed here: the tensors have them.
+    known = {"num_query_groups": heads, "kv_channels": sizes["hidden_size"] // heads, "vocab_size": rows}
+    known |= {"ffn_hidden_size": 0, "moe_router_topk": min(1, sizes.get("num_experts", 0)), **sizes}
+    untied = getattr(args, "untie_embeddings_and_output_weights", True)
+    return ModelShape(**known, qkv_bias=family.qkv_bias, qk_layernorm=family.qk_layernorm, untied=untied)
+
+
+def args_of_shape(shape: ModelShape) -> Namespace:
+    """The inverse: what a checkpoint written from a Hugging Face model says about itself."""
+    sizes = {name: getattr(shape, name) or None for name in SIZE_KEYS}
+    return Namespace(**sizes, untie_embeddings_and_output_weights=shape.untied)
+
+
 def hf_tensors(
-    reader: DcpReader, shape: HfShape, missing: Callable[[str], None] | None = None
+    reader: DcpReader, shape: ModelShape, missing: Callable[[str], None] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(Hugging Face name, tensor), one parameter in memory at a time.
 

@@ -1,13 +1,12 @@
-"""megatron-core's configuration of a model, from `config.json` of `--hf-checkpoint` and the command line.
+"""Which models Megatron can compute and convert, and megatron-core's configuration of them.
 
-Families: Qwen2, Qwen2.5, Qwen3 (dense and mixture of experts), Llama. Invariant: a setting of the Hugging Face configuration that
-changes the function and is not carried over is refused by name.
+Inputs: `config.json` of a model directory, the command line. Families and sizes: `slime.utils.model_shape`. Invariant: a setting of
+the Hugging Face configuration that changes the function and is not carried over is refused by name, before a weight is read.
 Left out: multi-latent attention, shared experts, sliding windows, and rotary scaling other than Llama 3's.
 """
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,10 +16,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from slime.backends.common.hf_weights import read_config
 from slime.backends.common.precision import train_dtype
+from slime.utils.model_shape import FAMILIES, ModelShape, shape_of_config, text_config
 
-# `model_type` -> (biases of q, k and v; norms of q and k)
-_FAMILIES = {"qwen2": (True, False), "qwen3": (False, True), "qwen3_moe": (False, True), "llama": (False, False)}
 _MUST_BE_OFF = ("attention_bias", "mlp_bias", "use_sliding_window", "mlp_only_layers")
 
 
@@ -33,24 +32,29 @@ class Rotary:
 
 
 def read_text_config(folder: str | Path) -> dict[str, Any]:
-    """`config.json` of a model directory, for multimodal models its `text_config`. Raises ValueError for an unknown family."""
-    path = Path(folder) / "config.json"
-    config = json.loads(path.read_text())
-    config = config.get("text_config") or config
-    if config.get("model_type") not in _FAMILIES:
+    """`config.json` of a model directory, for multimodal models its `text_config`.
+
+    Raises FileNotFoundError without one, ValueError for a model that Megatron cannot compute.
+    """
+    config = dict(text_config(read_config(folder)))
+    if config.get("model_type") not in FAMILIES:
         raise ValueError(
-            f"--hf-checkpoint {folder}: model_type {config.get('model_type')!r} is not known to --train-backend megatron; "
-            f"there are {', '.join(_FAMILIES)}, or use --train-backend fsdp"
+            f"{folder}: model_type {config.get('model_type')!r} is not known to --train-backend megatron and its "
+            f"converters; there are {', '.join(FAMILIES)}, or use --train-backend fsdp"
         )
     for name in _MUST_BE_OFF:
         if config.get(name):
-            raise ValueError(f"{path}: {name} is set; --train-backend megatron has no such layer")
+            raise ValueError(f"{folder}: {name} is set; --train-backend megatron has no such layer")
+    if config.get("decoder_sparse_step", 1) != 1:
+        raise ValueError(
+            f"{folder}: decoder_sparse_step is not 1; dense layers between layers of experts are not known"
+        )
     return config
 
 
-def family_of(config: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Whether q, k and v have biases, and whether q and k have norms."""
-    return _FAMILIES[config["model_type"]]
+def read_shape(folder: str | Path) -> ModelShape:
+    """Sizes of the model in a directory. Raises what `read_text_config` raises."""
+    return shape_of_config(read_text_config(folder), str(folder))
 
 
 def rotary_of(config: Mapping[str, Any], where: str) -> Rotary:
@@ -77,18 +81,17 @@ def core_transformer_config(args: Namespace, fused: bool) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     config, dtype = read_text_config(args.hf_checkpoint), train_dtype(args)
-    qkv_bias, qk_norm = family_of(config)
-    heads = config["num_attention_heads"]
+    shape = shape_of_config(config, args.hf_checkpoint)
     return TransformerConfig(
-        num_layers=config["num_hidden_layers"],
-        hidden_size=config["hidden_size"],
-        ffn_hidden_size=config["intermediate_size"],
-        num_attention_heads=heads,
-        num_query_groups=config.get("num_key_value_heads") or heads,
-        kv_channels=config.get("head_dim") or config["hidden_size"] // heads,
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        num_attention_heads=shape.num_attention_heads,
+        num_query_groups=shape.num_query_groups,
+        kv_channels=shape.kv_channels,
         layernorm_epsilon=config["rms_norm_eps"],
-        add_qkv_bias=qkv_bias,
-        qk_layernorm=qk_norm,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_layernorm,
         normalization=args.normalization,
         gated_linear_unit=True,
         activation_func=F.silu,
@@ -110,7 +113,7 @@ def core_transformer_config(args: Namespace, fused: bool) -> Any:
         batch_p2p_comm=torch.cuda.is_available(),
         **_parallel_settings(args),
         **_recompute_settings(args),
-        **_expert_settings(config, fused),
+        **_expert_settings(shape, config.get("norm_topk_prob", False), fused),
     )
 
 
@@ -138,16 +141,15 @@ def _recompute_settings(args: Namespace) -> dict[str, Any]:
     return settings | ({"recompute_modules": args.recompute_modules} if args.recompute_modules else {})
 
 
-def _expert_settings(config: Mapping[str, Any], fused: bool) -> dict[str, Any]:
-    experts = config.get("num_experts") or config.get("num_local_experts")
-    if not experts or config["model_type"] != "qwen3_moe":
+def _expert_settings(shape: ModelShape, normalised: bool, fused: bool) -> dict[str, Any]:
+    if not shape.num_experts:
         return {}
     return {
-        "num_moe_experts": experts,
-        "moe_router_topk": config["num_experts_per_tok"],
-        "moe_ffn_hidden_size": config["moe_intermediate_size"],
+        "num_moe_experts": shape.num_experts,
+        "moe_router_topk": shape.moe_router_topk,
+        "moe_ffn_hidden_size": shape.moe_ffn_hidden_size,
         # Chosen after the softmax, unless their probabilities are normalised, which is a softmax over the chosen.
-        "moe_router_pre_softmax": not config.get("norm_topk_prob", False),
+        "moe_router_pre_softmax": not normalised,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_router_dtype": "fp32",

@@ -15,12 +15,11 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from slime.backends.common.hf_weights import read_config
-from slime.backends.megatron_utils.hf_shape import hf_shape, shape_of_config
 from slime.backends.megatron_utils.hf_to_megatron.common import SafetensorReader, check_tensor_names, rank_tensor
 from slime.backends.megatron_utils.model_params import named_params
 from slime.backends.megatron_utils.parallel_ranks import ParallelRanks
 from slime.backends.megatron_utils.param_names import sharding_of
+from slime.backends.megatron_utils.transformer_config import read_shape
 
 __all__ = ["load_hf_into", "load_hf_weights", "supports_hf_weight_loading"]
 
@@ -28,7 +27,7 @@ __all__ = ["load_hf_into", "load_hf_weights", "supports_hf_weight_loading"]
 def supports_hf_weight_loading(path: str | Path) -> bool:
     """Whether `path` is a Hugging Face directory of a family with a converter."""
     try:
-        shape_of_config(read_config(path), str(path))
+        read_shape(path)
         SafetensorReader(path)
     except (FileNotFoundError, ValueError, KeyError):
         return False
@@ -46,7 +45,7 @@ def load_hf_into(model_chunks: Sequence[nn.Module], hf_dir: str | Path, args: Na
 
     Raises FileNotFoundError for a missing directory, ValueError when names or shapes do not fit.
     """
-    shape, reader, ranks = hf_shape(hf_dir), SafetensorReader(hf_dir), ParallelRanks.current()
+    shape, reader, ranks = read_shape(hf_dir), SafetensorReader(hf_dir), ParallelRanks.current()
     check_tensor_names(reader, shape)
     first_expert = ranks.ep[0] * (shape.num_experts // ranks.ep[1])
     parameters = list(named_params(model_chunks, first_expert))

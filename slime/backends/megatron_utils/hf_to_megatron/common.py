@@ -14,7 +14,6 @@ import torch
 from torch.nn import functional as F
 
 from slime.backends.common.hf_weights import SafetensorReader
-from slime.backends.megatron_utils.hf_shape import HfShape, text_config
 from slime.backends.megatron_utils.param_names import (
     EMBEDDING,
     HF_OUTPUT,
@@ -25,6 +24,7 @@ from slime.backends.megatron_utils.param_names import (
     sharding_of,
     strip_mcore_wrappers,
 )
+from slime.utils.model_shape import ModelShape, text_config
 
 __all__ = [
     "SafetensorReader",
@@ -43,10 +43,10 @@ _NAMES_SHOWN = 5
 _IGNORED = ("rotary_emb.inv_freq",)
 
 
-def merge_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: HfShape) -> torch.Tensor:
+def merge_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: ModelShape) -> torch.Tensor:
     """Weights [rows, hidden] or biases [rows] of q, k and v, interleaved by group."""
     rest = q.shape[1:]
-    parts = [x.reshape(config.num_groups, -1, config.head_dim, *rest) for x in (q, k, v)]
+    parts = [x.reshape(config.num_query_groups, -1, config.kv_channels, *rest) for x in (q, k, v)]
     return torch.cat(parts, dim=1).reshape(-1, *rest)
 
 
@@ -76,9 +76,9 @@ def cut(tensor: torch.Tensor, sharding: Sharding, rank: int, size: int) -> torch
     return tensor.chunk(size, dim=sharding.dim)[rank]
 
 
-def megatron_tensor(name: str, read: Callable[[str], torch.Tensor], config: HfShape) -> torch.Tensor:
+def megatron_tensor(name: str, read: Callable[[str], torch.Tensor], config: ModelShape) -> torch.Tensor:
     """The whole (uncut, unpadded) parameter of a canonical name. Tied embeddings answer for the output layer as well."""
-    if name == OUTPUT and config.tied:
+    if name == OUTPUT and not config.untied:
         name = EMBEDDING
     tensors = [read(hf_name) for hf_name in hf_names(name)]
     if len(tensors) == 3:
@@ -88,7 +88,7 @@ def megatron_tensor(name: str, read: Callable[[str], torch.Tensor], config: HfSh
 
 
 def rank_tensor(
-    name: str, read: Callable[[str], torch.Tensor], config: HfShape, parameter: torch.Tensor, rank: int, size: int
+    name: str, read: Callable[[str], torch.Tensor], config: ModelShape, parameter: torch.Tensor, rank: int, size: int
 ) -> torch.Tensor:
     """What belongs into `parameter`, the part of rank `rank` of `size`. Raises ValueError when the shapes do not fit."""
     whole, sharding = megatron_tensor(name, read, config), sharding_of(name)
@@ -100,12 +100,12 @@ def rank_tensor(
     return part
 
 
-def check_tensor_names(reader: SafetensorReader, config: HfShape) -> None:
+def check_tensor_names(reader: SafetensorReader, config: ModelShape) -> None:
     """Raise ValueError when the directory lacks a tensor of the model, or has one that would be left out."""
     wanted = {hf_name for name in all_names(config) for hf_name in hf_names(name)}
     missing = sorted(wanted - set(reader.shards))
     extra = {name for name in set(reader.shards) - wanted if not name.endswith(_IGNORED)}
-    if config.tied:
+    if not config.untied:
         extra.discard(HF_OUTPUT)
     for names, what in ((missing, "lacks"), (sorted(extra), "has tensors that this model has no place for:")):
         if names:
