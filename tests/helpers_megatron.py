@@ -81,21 +81,8 @@ def run_trainer(trainer: Any, args: Namespace, rollouts: range, with_ref: bool =
 
 
 def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
-    """Whole weights by the names in a Hugging Face file: experts one by one."""
-    weights: dict[str, torch.Tensor] = {}
-    for name, value in trainer.weight_source().iter_full_tensors():
-        if ".experts." not in name or value.ndim == 2:
-            weights[name] = value.clone()
-            continue
-        base = name.rpartition(".")[0]  # transformers stacks the experts in memory
-        for expert, matrix in enumerate(value):
-            if name.endswith("down_proj"):
-                weights[f"{base}.{expert}.down_proj.weight"] = matrix.clone()
-            else:
-                gate, up = matrix.chunk(2)
-                weights[f"{base}.{expert}.gate_proj.weight"] = gate.clone()
-                weights[f"{base}.{expert}.up_proj.weight"] = up.clone()
-    return weights
+    """Whole weights by the names in a Hugging Face file."""
+    return {name: value.clone() for name, value in trainer.weight_source().iter_full_tensors()}
 
 
 def forget_layout() -> None:

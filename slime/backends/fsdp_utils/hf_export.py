@@ -17,7 +17,7 @@ from slime.backends.fsdp_utils.model import PolicyModel, iter_full_tensors
 
 
 def gather_full_state(model: PolicyModel) -> dict[str, torch.Tensor]:
-    """Whole state dict in host memory on rank 0, empty elsewhere. Collective."""
+    """Whole weights under the names of a published checkpoint, in host memory on rank 0; empty elsewhere. Collective."""
     main = dist.get_rank() == 0
     state = {}
     for name, value in iter_full_tensors(model):
@@ -33,7 +33,8 @@ def save_hf(model: PolicyModel, target: Path, companions: Path) -> None:
         partial = target.with_name(target.name + ".tmp")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        model.hf.save_pretrained(partial, state_dict=state)
+        # The names are already those of a published checkpoint.
+        model.hf.save_pretrained(partial, state_dict=state, save_original_format=False)
         copy_companion_files(companions, partial)
         replace_directory(partial, target)
     dist.barrier()

@@ -5,7 +5,8 @@ and reduces gradients in float32. Each rank first reads the whole checkpoint int
 
 Invariants: the output layer is used *inside* the root module's forward, where FSDP has gathered its weight (also when it is
 tied to the embedding); a micro-batch without trained tokens still runs forward and backward, because every rank must take part in
-the collectives; dropout is off, so that log-probs are a function of the weights.
+the collectives; dropout is off, so that log-probs are a function of the weights; what leaves the model has the names and forms of
+published checkpoints, as `save_pretrained` writes them, what a training checkpoint holds has those in memory.
 
 Left out: models whose logits are not `hidden @ W.T (+ bias)`; they are refused.
 """
@@ -16,6 +17,7 @@ import logging
 import re
 from argparse import Namespace
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,6 +25,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from slime.backends.common.packing import PackedBatch
 from slime.backends.common.precision import train_dtype
@@ -38,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 # attributes of a HF config that change logits after the output layer
 _LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+# start of the names of a layer's tensors
+_LAYER = re.compile(r"^.*?\.\d+\.")
 
 
 class PolicyModel(nn.Module):
@@ -184,11 +189,14 @@ def sharded_state(model: PolicyModel) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def iter_full_tensors(model: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """(Hugging Face name, whole tensor) one after the other, adapters merged. Collective: all ranks must exhaust it together."""
+    """(name in a published checkpoint, whole tensor) one after the other, adapters merged.
+
+    Collective: all ranks must exhaust it together.
+    """
     reshard(model)
     state = model.model_state()
-    if model.adapter:
-        yield from model.adapter.iter_merged(state)
-        return
-    for name, value in state.items():
-        yield name, whole_tensor(value)
+    gathered = ((name, whole_tensor(value)) for name, value in state.items())
+    whole = model.adapter.iter_merged(state) if model.adapter else gathered
+    # transformers holds some weights in another form than checkpoints and engines do, such as all experts of a layer in one tensor.
+    for _, layer in groupby(whole, key=lambda named: _LAYER.findall(named[0])[:1]):
+        yield from revert_weight_conversion(model.hf, dict(layer)).items()
