@@ -4,7 +4,8 @@
 
 With `--` the rest is read as train.py reads it; with `--roles` the servers of a role file are placed beside it. Prints a
 table: what every GPU holds in training, in generation and for the role servers. The first thing that cannot work is one
-line `error: ...` and exit code 2. `--dry-run` of every launcher asks this program.
+line `error: ...` and exit code 2. Every launcher asks this program before it starts anything, and with `--dry-run`. Who knows
+better than an estimate of memory gives a larger `--gpu-memory-gib`.
 
 What is counted: `slime.utils.memory_estimate`. A model folder that is not there yet is known by its name when
 `scripts/models` has it. Without CUDA_VISIBLE_DEVICES the run takes the first GPUs of a machine.
@@ -49,6 +50,8 @@ from slime.utils.parallel_sizes import ParallelSizes, check_engine, check_traini
 LOCAL = ("127.0.0.1", "localhost", "0.0.0.0", "::1", "::")
 # What SGLang takes when it is not told.
 DEFAULT_FRACTION = 0.85
+# Behind an estimate that is refused.
+KNOW_BETTER = "; a GPU that holds more is planned with --gpu-memory-gib"
 WEIGHT_BYTES = {"fp8": 1, "w8a8_fp8": 1, "w8a8_int8": 1}
 
 
@@ -212,7 +215,7 @@ class Run:
             if needed > self.memory:
                 raise ValueError(
                     f"too little memory: {phase} needs about {gib(needed)} GiB of a GPU's {gib(self.memory)}; use more "
-                    "GPUs, lower --sglang-mem-fraction-static or --max-tokens-per-gpu, or recompute activations"
+                    f"GPUs, lower --sglang-mem-fraction-static or --max-tokens-per-gpu, or recompute activations{KNOW_BETTER}"
                 )
 
 
@@ -232,7 +235,7 @@ def check_kv(what: str, engine: EngineMemory, free: int, fraction: float, contex
         raise ValueError(
             f"{what}: too little memory: weights and one context of {wanted} tokens need {gib(needed)} GiB, "
             f"mem-fraction-static {fraction} of the {gib(free)} GiB free gives {gib(engine.total)}; raise it, use more "
-            "GPUs (tp-size) or a shorter context"
+            f"GPUs (tp-size) or a shorter context{KNOW_BETTER}"
         )
 
 

@@ -5,9 +5,9 @@ Inputs: a `launch.yaml` with `settings` (name: default), `inputs` (settings that
 (`<PREFIX><NAME>`), and that by its flag; flags behind `--` go to the program unchanged. In the YAML `${name}` stands for a
 setting, and what has an empty `only_if` is left out.
 Invariants: no host, port, path or number of a run is written here; what is missing or wrong is said before anything
-starts; only processes that this one started are ended, and they end with it, however it ends; `--dry-run` prints the
-command, has the program's own parser read it, with stand-ins for inputs that are not there yet, and shows the plan of
-`tools/plan_run.py` (GPUs, parallel sizes, memory).
+starts: the program's own parser reads the command, and `tools/plan_run.py` checks and shows GPUs, parallel sizes and memory;
+only processes that this one started are ended, and they end with it, however it ends; `--dry-run` does the same checks, with
+stand-ins for inputs that are not there yet, prints the command, and starts nothing.
 Leaves out: what the commands are, starting Ray on further machines.
 """
 
@@ -135,13 +135,11 @@ class Launcher:
         for name in self.template.get("shipped", []):
             if settings[name] == self.template["settings"][name]:
                 settings[name] = str(ROOT / settings[name])
+        for command, more in [("serve-eval", ())] * args.serve + [(args.command, extra)]:
+            self._rehearse(command, settings, more, args.dry_run)
         if args.dry_run:
-            for command, more in [("serve-eval", ())] * args.serve + [(args.command, extra)]:
-                self._rehearse(command, settings, more)
             return 0
-        plan, absent = self.make_plan(args.command, settings, extra), self.missing_inputs(args.command, settings)
-        for name, kind in absent.items():
-            raise FileNotFoundError(f"{_flag(name)} {settings[name]}: no such {kind}")
+        plan = self.make_plan(args.command, settings, extra)
         write_files(plan)
         if not args.serve:
             return self.execute(args.command, settings, plan)
@@ -149,12 +147,19 @@ class Launcher:
         with services(self.eval_services(settings), math.inf):
             return self.execute(args.command, settings, plan)
 
-    def _rehearse(self, command: str, settings: Settings, extra: Sequence[str]) -> None:
-        """Check the command and print it. Raises ConfigError."""
-        plan = self.make_plan(command, settings, extra)
-        for name in self.missing_inputs(command, settings):
+    def _rehearse(self, command: str, settings: Settings, extra: Sequence[str], dry_run: bool) -> None:
+        """Check the command and show its plan. A dry run also prints the command, a real start needs the inputs.
+
+        Raises ConfigError, FileNotFoundError.
+        """
+        for name, kind in self.missing_inputs(command, settings).items():
+            if not dry_run:
+                raise FileNotFoundError(f"{_flag(name)} {settings[name]}: no such {kind}")
             sys.stderr.write(f"note: {_flag(name)} {settings[name]} is not there yet\n")
         sys.stderr.write(self.check_command(command, settings, extra))
+        if not dry_run:
+            return
+        plan = self.make_plan(command, settings, extra)
         assignments = [f"{key}={shlex.quote(value)}" for key, value in plan.env.items()]
         sys.stdout.write(" ".join([*assignments, shlex.join(["python", *plan.argv])]) + "\n")
 

@@ -1,13 +1,15 @@
-"""`eval --serve`: the evaluation runs while its servers are ready, and they end with it."""
+"""`eval --serve`: the evaluation runs while its servers are ready, and they end with it. What cannot work starts nothing."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import yaml
 
-from agentic.common.launching import Launcher
+from agentic.common.errors import ConfigError
+from agentic.common.launching import Launcher, Plan
 
 SERVERS = """
 import pathlib, signal, sys, time
@@ -46,6 +48,18 @@ def test_a_dry_run_prints_both_commands(tmp_path: Path, capsys: pytest.CaptureFi
     assert launcher(tmp_path).main(["eval", "--serve", "--dry-run"]) == 0
     servers, evaluation = capsys.readouterr().out.splitlines()
     assert "servers.py" in servers and "evaluation.py" in evaluation
+
+
+def test_a_plan_that_is_refused_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def check(command: str, _: Plan) -> str:
+        if command == "eval":
+            raise ConfigError("too little memory")
+        return "server one: GPU 0\n"
+
+    checked = dataclasses.replace(launcher(tmp_path), check=check)
+    assert checked.main(["eval", "--serve"]) == 2
+    assert capsys.readouterr().err == "server one: GPU 0\nerror: too little memory\n"
+    assert {path.name for path in tmp_path.iterdir()} == {"servers.py", "evaluation.py", "launch.yaml"}
 
 
 def test_only_an_evaluation_has_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,8 +69,11 @@ def test_eval_and_its_servers_have_a_dry_run(
     assert "command=serve-eval" in script and "agentic.memagent.launch" in script
     assert LAUNCHER.main(["eval", "--dry-run", "--lengths", "7k", "3.5M"]) == 0
     assert "--lengths 7k 3.5M --roles" in capsys.readouterr().out
-    assert LAUNCHER.main(["serve-eval", "--dry-run", "--direct-model", "Qwen2.5-14B-Instruct"]) == 0
-    assert "serve_roles.py --roles outputs/memagent_eval/roles.yaml " in capsys.readouterr().out
+    baselines = ["--direct-model", "Qwen2.5-14B-Instruct", "--untrained-model", "Qwen2.5-7B-Instruct"]
+    assert LAUNCHER.main(["serve-eval", "--dry-run", *baselines]) == 0
+    shown = capsys.readouterr()
+    assert "serve_roles.py --roles outputs/memagent_eval/roles.yaml " in shown.out
+    assert "GPUs 4,5: weights" in shown.err and "GPUs 6,7: weights" in shown.err
     assert LAUNCHER.main(["eval", "--dry-run", "--lengths", "7q"]) == 2
     assert "--lengths 7q" in capsys.readouterr().err
 
@@ -109,6 +112,8 @@ def test_written_roles_are_the_arms(tmp_path: Path, models: dict[str, str], arms
     table = RoleTable.load(path, "http://policy", known_roles=ARMS)
     assert [role.name for role in table] == arms == list(table.servers)
     assert not any(role.trained for role in table) and len({role.url for role in table}) == len(arms)
+    gpus = [gpu for server in table.servers.values() for gpu in server.device_ids()]
+    assert len(set(gpus)) == len(gpus) and max(gpus) < KIT.settings()["node_gpus"]
     # The memory agent's engine has its window and a margin, whatever the length of the documents.
     assert table.servers["memagent"].options["context-length"] == 8448
 
@@ -116,6 +121,21 @@ def test_written_roles_are_the_arms(tmp_path: Path, models: dict[str, str], arms
 def test_missing_models_stop_a_real_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert LAUNCHER.main(["train", "--output", str(tmp_path / "o")]) == 2
     assert "error: --model models/Qwen2.5-7B-Instruct: no such directory" in capsys.readouterr().err
+    assert not (tmp_path / "o").exists()
+
+
+def test_a_run_that_does_not_fit_is_not_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "_ask_planner", ask_planner)
+    monkeypatch.setattr(launching, "running", lambda *_: pytest.fail("a program was started"))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text('{"stand_in_for": "Qwen2.5-7B-Instruct"}')
+    (tmp_path / "data.jsonl").write_text('{"prompt": "1 + 1?", "label": "2"}\n')
+    inputs = ["--model", str(tmp_path / "model"), "--data", str(tmp_path / "data.jsonl")]
+    assert LAUNCHER.main(["train", *inputs, "--output", str(tmp_path / "o"), "--gpu-memory-gib", "40"]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: ") and "too little memory" in last and "--gpu-memory-gib" in last
     assert not (tmp_path / "o").exists()
 
 

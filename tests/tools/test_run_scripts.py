@@ -119,6 +119,14 @@ def test_every_flag_is_known_and_the_run_fits(script: Path, in_process: None) ->
 
 
 @pytest.mark.parametrize("method", LAUNCHERS)
+def test_megatron_is_one_flag_away(method: str, in_process: None) -> None:
+    launcher = LAUNCHERS[method]
+    extra = ["--train-backend", "megatron", "--tensor-model-parallel-size", "4"]
+    shown = launcher.check_command("train", dict(launcher.template["settings"]), extra)
+    assert ", megatron, colocated" in shown and "training: TP 4, DP " in shown
+
+
+@pytest.mark.parametrize("method", LAUNCHERS)
 def test_engines_from_a_file_fit(method: str, in_process: None) -> None:
     """The commands of examples/sglang_config/README.md; every frozen role has an engine there, or a server."""
     folder, launcher = ROOT / "examples/sglang_config", LAUNCHERS[method]
