@@ -61,7 +61,7 @@ source scripts/models/qwen2.5-7B.sh && echo "${MODEL_ARGS[@]}"
 | Qwen2.5 | tested | a tiny model on the CPU, from start to end | the same, SGLang on the CPU |
 | Llama | tested | SmolLM2-135M (this architecture) on the CPU, two rollouts | the same |
 | Qwen3 | tested | **untested** | **untested** |
-| Qwen3-30B-A3B (experts) | tested | **untested** | **untested** |
+| Qwen3-30B-A3B (experts) | tested | a tiny model on the CPU, in tests | the same, SGLang on the CPU |
 
 No model of the sizes below has been trained or served with this repository, and nothing has been run on a GPU.
 

@@ -32,7 +32,10 @@ def _greedy(trainer: Any, count: int) -> list[int]:
     return tokens
 
 
-def _train_and_sync(folder: Path, model_dir: Path, url: str) -> None:
+EVERY_WAY = (("delta", "disk"), ("delta", "disk"), ("full", "nccl"), ("full", "nccl"), ("full", "disk"))
+
+
+def _train_and_sync(folder: Path, model_dir: Path, url: str, ways: tuple[tuple[str, str], ...]) -> None:
     from slime.backends.fsdp_utils.trainer import FSDPTrainer
 
     args = helpers.make_args(
@@ -45,7 +48,6 @@ def _train_and_sync(folder: Path, model_dir: Path, url: str) -> None:
     trainer.init(args)
     share = helpers.split(args, helpers.make_rollout(3), trainer.context.rank, trainer.context.world_size)
     seen = []
-    ways = (("delta", "disk"), ("delta", "disk"), ("full", "nccl"), ("full", "nccl"), ("full", "disk"))
     for rollout_id, (mode, transport) in enumerate(ways):
         trainer.train(rollout_id, share)
         args.update_weight_mode, args.update_weight_transport = mode, transport
@@ -57,16 +59,37 @@ def _train_and_sync(folder: Path, model_dir: Path, url: str) -> None:
     trainer.shutdown()
 
 
+def _save_model_with_experts(folder: Path) -> None:
+    from helpers_sglang import tiny_tokenizer
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=304, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=2048, tie_word_embeddings=False, num_experts=4,
+        num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True, initializer_range=0.2, bos_token_id=0,
+        eos_token_id=2, pad_token_id=0, dtype="float32",
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+
+
 @pytest.mark.engine
-def test_engine_equals_trainer_after_every_sync(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "ways"), [("dense", EVERY_WAY), ("experts", (("delta", "disk"), ("full", "nccl")))]
+)
+def test_engine_equals_trainer_after_every_sync(
+    tmp_path: Path, family: str, ways: tuple[tuple[str, str], ...]
+) -> None:
     from helpers_sglang import running_server, save_tiny_model
 
-    save_tiny_model(tmp_path / "model")
+    save = save_tiny_model if family == "dense" else _save_model_with_experts
+    save(tmp_path / "model")
     with running_server(tmp_path / "model", tmp_path) as server:
         before = ask(server.url)
-        helpers.run_workers(_train_and_sync, 2, tmp_path, tmp_path / "model", server.url)
+        helpers.run_workers(_train_and_sync, 2, tmp_path, tmp_path / "model", server.url, ways)
     seen = torch.load(tmp_path / "seen.pt", weights_only=False)
-    assert [version for *_, version in seen] == ["1", "2", "3", "4", "5"]
+    assert [version for *_, version in seen] == [str(number + 1) for number in range(len(ways))]
     for tokens, greedy, engine, own, _ in seen:
         assert tokens == greedy
         assert max(abs(a - b) for a, b in zip(engine, own, strict=True)) < 1e-3
