@@ -2,7 +2,8 @@
 
 What it stands in for: SGLang imports its kernel package at start, and PyPI carries only the CUDA build of it, which does
 not load without the CUDA libraries. On CPU with `--attention-backend torch_native` the models of the Qwen2 and Llama
-families run on plain torch and call exactly one function of it, `assign_req_to_token_pool_cpu`, written here in torch.
+families, and Qwen3 with experts, run on plain torch and call exactly one function of it, `assign_req_to_token_pool_cpu`,
+written here in torch.
 
 When it can go: when a CPU wheel of the kernel package is on PyPI, or SGLang has a torch path for that function.
 
