@@ -29,12 +29,17 @@ LIMITS = {"agentflow": (0.30, 0.20), "memagent": (0.25, 0.20), "toolorchestra": 
 WARM_START = ("tiny", "world", "warm")
 
 
-def run_seed(method: str, seed: int, variant: str, output: Path) -> dict[str, Any]:
-    """The summary of the quickstart with this seed and these settings; CalledProcessError when it fails."""
-    shared, folder = output / f"seed_{seed}", output / f"seed_{seed}" / (variant.replace("/", "_") or "default")
+def run_folder(seed: int, variant: str, output: Path, flags: Sequence[str] = ()) -> Path:
+    """Where `run_seed` puts the quickstart's output."""
+    return output / f"seed_{seed}" / ("".join([variant, *flags]).replace("/", "_") or "default")
+
+
+def run_seed(method: str, seed: int, variant: str, output: Path, flags: Sequence[str] = ()) -> dict[str, Any]:
+    """The summary of the quickstart with this seed, these settings and `flags`; CalledProcessError when it fails."""
+    folder, shared = run_folder(seed, variant, output, flags), output / f"seed_{seed}"
     command = [sys.executable, str(ROOT / "tools" / "quickstart.py"), method, "--seed", str(seed)]
     settings = [word for pair in variant.split("+") if pair for word in ("--setting", pair)]
-    command += ["--output", str(folder), *settings]
+    command += ["--output", str(folder), *settings, *flags]
     if not (folder / "summary.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
         parts = (*WARM_START, *importlib.import_module(f"agentic.{method}.quickstart").FURTHER_MODELS)

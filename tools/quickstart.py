@@ -49,6 +49,13 @@ from slime.utils.data import check_prompt_file
 from slime.utils.misc import get_free_port
 
 METHODS = ("agentflow", "memagent", "toolorchestra")
+# The program that trains, and its flags, by `--schedule`.
+FULLY_ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+SCHEDULES: dict[str, tuple[str, list[str]]] = {
+    "sync": ("train.py", []),
+    "async": ("train_async.py", []),
+    "fully-async": ("train_async.py", ["--rollout-function-path", FULLY_ASYNC, "--rollout-max-staleness", "1"]),
+}
 SFT_BATCH = 16
 # A server binds its port some seconds after we looked. So: below the range from which the system takes ports for outgoing
 # connections, and a random start, which keeps two runs on one machine apart.
@@ -86,6 +93,12 @@ def parse_args(argv: Sequence[str]) -> Run:
     parser.add_argument("--output", type=Path, help="folder for everything (default: outputs/quickstart/METHOD)")
     parser.add_argument("--train-backend", choices=("fsdp", "megatron"), default="fsdp", help="who trains in GRPO")
     parser.add_argument(
+        "--schedule",
+        choices=SCHEDULES,
+        default="sync",
+        help="sync: train.py; async: train_async.py; fully-async: it never stops generating",
+    )
+    parser.add_argument(
         "--setting",
         action="append",
         default=[],
@@ -106,6 +119,7 @@ def parse_args(argv: Sequence[str]) -> Run:
         recipe,
         settings(args.setting),
         args.train_backend,
+        args.schedule,
     )
     check(run)
     claim_folder(run, move_aside=args.output is None)
@@ -138,6 +152,8 @@ def claim_folder(run: Run, move_aside: bool) -> None:
     record = run.output / "run.json"
     wanted = {"model": run.model, "data": str(run.data), "num_rollout": run.num_rollout, "seed": run.seed}
     wanted |= {"settings": run.settings} if run.settings else {}
+    usual = {"train_backend": "fsdp", "schedule": "sync"}
+    wanted |= {name: getattr(run, name) for name, value in usual.items() if getattr(run, name) != value}
     if record.exists() and json.loads(record.read_text()) != wanted:
         if not move_aside:
             raise ValueError(
@@ -313,8 +329,9 @@ def shared_flags(run: Run, documents: Mapping[str, Path], evaluation: str) -> li
 
 
 def train_command(run: Run, documents: Mapping[str, Path], plan: MethodPlan) -> list[str]:
-    """The GRPO run as one command line of `train.py`."""
+    """The GRPO run as one command line of `train.py` or `train_async.py`."""
     recipe, checkpoints = run.recipe, run.output / "run" / "grpo"
+    program, more = SCHEDULES[run.schedule]
     values = {
         "hf-checkpoint": run.start_model,
         "ref-load": run.start_model,
@@ -335,7 +352,7 @@ def train_command(run: Run, documents: Mapping[str, Path], plan: MethodPlan) -> 
         "save-hf": run.output / "run" / "hf_{rollout_id}",
         **({"gradient-checkpointing": None} if recipe.gradient_checkpointing else {}),
     }
-    return [sys.executable, str(ROOT / "train.py"), *shared_flags(run, documents, "eval"), *flags(values)]
+    return [sys.executable, str(ROOT / program), *shared_flags(run, documents, "eval"), *flags(values), *more]
 
 
 def train(run: Run) -> None:

@@ -48,6 +48,7 @@ class Run:
     settings: dict[str, Any]
     """The user's settings of the method, with its prefix."""
     train_backend: str = "fsdp"
+    schedule: str = "sync"
 
     @property
     def logs(self) -> Path:

@@ -217,7 +217,8 @@ def test_cpu_server_command_and_environment(tmp_path: Path) -> None:
 
 def test_gpu_server_gets_no_stand_ins(tmp_path: Path) -> None:
     spec = ServerSpec("M", "127.0.0.1", 31000, {"tp-size": 2}, tmp_path / "log")
-    assert spec.environment({"PYTHONPATH": "mine", "PYTORCH_CUDA_ALLOC_CONF": "x"}) == {"PYTHONPATH": "mine"}
+    kept = spec.environment({"PYTHONPATH": "mine", "PYTORCH_CUDA_ALLOC_CONF": "x"})
+    assert kept == {"PYTHONPATH": "mine", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
     assert "--device" not in spec.command()
 
 

@@ -71,6 +71,9 @@ class ServerSpec:
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
         """The complete environment of the process, built on `inherited`."""
         env = {name: value for name, value in inherited.items() if name not in ALLOCATOR_VARIABLES}
+        # Otherwise /health waits for a token, and a server with long prompts to read passes for a dead one. A scheduler
+        # that hangs is ended by SGLang's own watchdog; /health_generate still generates.
+        env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "false"
         if self.options.get("device") == "cpu":
             # One thread: with shared cores a second one makes torch spin and fall to a fraction of the speed.
             env |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
