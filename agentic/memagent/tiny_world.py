@@ -34,7 +34,7 @@ NAMES = [first + last for first in _FIRST for last in _LAST]
 NUMBERS = range(100, 300)  # all of three digits: "1 17" and "11 7" would be the same answer
 UNKNOWN = "none"
 # Wordings of a fact, with the chance that the scripted reader overlooks it although it was asked for.
-OVERLOOKED = {"has": 0.03, "keeps": 0.08, "hides": 0.75}
+OVERLOOKED = {"has": 0.03, "keeps": 0.08, "hides": 0.85}
 WORDINGS, NOTE = tuple(OVERLOOKED), "has"
 MISTAKEN = 0.25
 """Share of the warm start's readings that begin with a wrong number for one of the names."""
