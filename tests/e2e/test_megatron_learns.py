@@ -17,7 +17,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.engine]
 def test_agentflow_grpo_learns(tmp_path: Path) -> None:
     """The planner's success on held-out problems rises, as it does with FSDP; trainer and engine agree on log-probs."""
     command = [sys.executable, str(ROOT / "tools" / "quickstart.py"), "agentflow", "--train-backend", "megatron"]
-    done = subprocess.run([*command, "--output", str(tmp_path / "out")], capture_output=True, text=True, timeout=5400)
+    command += ["--num-rollout", "30", "--output", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=5400)
     assert done.returncode == 0, done.stderr[-4000:]
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["eval_after"] > summary["eval_before"] + 0.1, summary
