@@ -81,7 +81,7 @@ def get_num_bundles(args: Namespace) -> int:
     return _get_placement_group_layout(args)[0]
 
 
-def _create_placement_group(num_gpus: int, use_gpu: bool) -> Bundles:
+def _create_placement_group(num_gpus: int, use_gpu: bool = True) -> Bundles:
     """Reserve `num_gpus` bundles; returns the group, the bundle order and the device of each."""
     if num_gpus == 0:
         return None, [], []

@@ -143,7 +143,8 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     def __init__(self, args: Any) -> None:
         super().__init__(args)
         self.buffer: list[list[Sample]] = []
-        self.buffer_filter = load_function(args.buffer_filter_path) if args.buffer_filter_path else pop_first
+        path = getattr(args, "buffer_filter_path", None)
+        self.buffer_filter = load_function(path) if path else pop_first
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
         """Up to `num_samples` groups out of the buffer, the rest from the data set."""

@@ -35,7 +35,7 @@ from slime.utils.async_utils import run
 from slime.utils.engine_abort import worker_urls
 from slime.utils.http_utils import get, get_rollout_num_engines
 from slime.utils.misc import load_function
-from slime.utils.types import PrefixCacheInfo, Sample, SpecInfo
+from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 
@@ -225,7 +225,7 @@ def _without_response(sample: Sample) -> Sample:
     blank.rollout_top_p_token_ids = blank.rollout_top_p_token_offsets = blank.rollout_routed_experts = None
     blank.weight_versions, blank.reward, blank.rollout_id, blank.train_metadata = [], None, None, None
     blank.status, blank.remove_sample, blank.non_generation_time = Sample.Status.PENDING, False, 0.0
-    blank.spec_info, blank.prefix_cache_info = SpecInfo(), PrefixCacheInfo()
+    blank.spec_info, blank.prefix_cache_info = Sample.SpecInfo(), Sample.PrefixCacheInfo()
     blank.metadata.pop("start_rollout_id", None)
     return blank
 

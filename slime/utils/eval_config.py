@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -114,7 +114,7 @@ def ensure_dataset_list(config: Any) -> list[dict[str, Any]]:
         return []
     if isinstance(config, Mapping):
         entries = [{"name": str(name), **_mapping(entry, f"dataset '{name}'")} for name, entry in config.items()]
-    elif isinstance(config, (list, tuple)):
+    elif isinstance(config, Sequence) and not isinstance(config, str):  # also OmegaConf's lists
         entries = [dict(_mapping(entry, f"dataset number {i}")) for i, entry in enumerate(config)]
     else:
         raise ValueError(f"eval datasets must be a list or a mapping from name to entry, got {type(config).__name__}")

@@ -88,10 +88,11 @@ class SingletonMeta(type):
             return SingletonMeta._instances[cls]
 
     @classmethod
-    def clear_instances(cls) -> None:
-        """Forget every singleton of the process (for tests)."""
+    def clear_instances(cls, *owners: type) -> None:
+        """Forget the singletons of these classes, of every class when none is named (for tests)."""
         with cls._lock:
-            cls._instances.clear()
+            for owner in owners or tuple(cls._instances):
+                cls._instances.pop(owner, None)
 
 
 def exec_command(cmd: str, capture_output: bool = False) -> str | None:

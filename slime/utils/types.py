@@ -22,51 +22,6 @@ RolloutBatch = dict[str, Any]
 
 
 @dataclass
-class SpecInfo:
-    """Speculative-decoding counters, summed over the engine calls of one sample."""
-
-    spec_accept_token_num: int = 0
-    spec_draft_token_num: int = 0
-    spec_verify_ct: int = 0
-    completion_token_num: int = 0
-
-    def add(self, meta_info: dict[str, Any]) -> None:
-        """Add the counters of one engine answer; absent ones count as zero."""
-        self.spec_accept_token_num += meta_info.get("spec_accept_token_num", 0)
-        self.spec_draft_token_num += meta_info.get("spec_draft_token_num", 0)
-        self.spec_verify_ct += meta_info.get("spec_verify_ct", 0)
-        self.completion_token_num += meta_info.get("completion_tokens", 0)
-
-    @property
-    def spec_accept_rate(self) -> float:
-        """Accepted / drafted tokens, 0.0 when nothing was drafted."""
-        return self.spec_accept_token_num / self.spec_draft_token_num if self.spec_draft_token_num else 0.0
-
-    @property
-    def spec_accept_length(self) -> float:
-        """Completion tokens per verification step, 0.0 when there was none."""
-        return self.completion_token_num / self.spec_verify_ct if self.spec_verify_ct else 0.0
-
-
-@dataclass
-class PrefixCacheInfo:
-    """Prefix-cache counters, summed over the engine calls of one sample."""
-
-    cached_tokens: int = 0
-    total_prompt_tokens: int = 0
-
-    def add(self, meta_info: dict[str, Any]) -> None:
-        """Add the counters of one engine answer; absent ones count as zero."""
-        self.cached_tokens += meta_info.get("cached_tokens", 0)
-        self.total_prompt_tokens += meta_info.get("prompt_tokens", 0)
-
-    @property
-    def prefix_cache_hit_rate(self) -> float:
-        """Cached / all prompt tokens, 0.0 when nothing was sent."""
-        return self.cached_tokens / self.total_prompt_tokens if self.total_prompt_tokens else 0.0
-
-
-@dataclass
 class Sample:
     """One prompt with its response, reward and bookkeeping. Extra attributes may be attached freely."""
 
@@ -78,6 +33,67 @@ class Sample:
         TRUNCATED = "truncated"
         ABORTED = "aborted"
         FAILED = "failed"
+
+    @dataclass
+    class SpecInfo:
+        """Speculative-decoding counters, summed over the engine calls of one sample."""
+
+        spec_accept_token_num: int = 0
+        spec_draft_token_num: int = 0
+        spec_verify_ct: int = 0
+        completion_token_num: int = 0
+
+        def to_dict(self) -> dict[str, int]:
+            """The four counters by name."""
+            return dict(self.__dict__)
+
+        @staticmethod
+        def from_dict(data: dict[str, int]) -> Sample.SpecInfo:
+            """Inverse of `to_dict`; absent counters are zero."""
+            return Sample.SpecInfo(**data)
+
+        def add(self, meta_info: dict[str, Any]) -> None:
+            """Add the counters of one engine answer; absent ones count as zero."""
+            self.spec_accept_token_num += meta_info.get("spec_accept_token_num", 0)
+            self.spec_draft_token_num += meta_info.get("spec_draft_token_num", 0)
+            self.spec_verify_ct += meta_info.get("spec_verify_ct", 0)
+            self.completion_token_num += meta_info.get("completion_tokens", 0)
+
+        @property
+        def spec_accept_rate(self) -> float:
+            """Accepted / drafted tokens, 0.0 when nothing was drafted."""
+            return self.spec_accept_token_num / self.spec_draft_token_num if self.spec_draft_token_num else 0.0
+
+        @property
+        def spec_accept_length(self) -> float:
+            """Completion tokens per verification step, 0.0 when there was none."""
+            return self.completion_token_num / self.spec_verify_ct if self.spec_verify_ct else 0.0
+
+    @dataclass
+    class PrefixCacheInfo:
+        """Prefix-cache counters, summed over the engine calls of one sample."""
+
+        cached_tokens: int = 0
+        total_prompt_tokens: int = 0
+
+        def to_dict(self) -> dict[str, int]:
+            """Both counters by name."""
+            return dict(self.__dict__)
+
+        @staticmethod
+        def from_dict(data: dict[str, int]) -> Sample.PrefixCacheInfo:
+            """Inverse of `to_dict`; absent counters are zero."""
+            return Sample.PrefixCacheInfo(**data)
+
+        def add(self, meta_info: dict[str, Any]) -> None:
+            """Add the counters of one engine answer; absent ones count as zero."""
+            self.cached_tokens += meta_info.get("cached_tokens", 0)
+            self.total_prompt_tokens += meta_info.get("prompt_tokens", 0)
+
+        @property
+        def prefix_cache_hit_rate(self) -> float:
+            """Cached / all prompt tokens, 0.0 when nothing was sent."""
+            return self.cached_tokens / self.total_prompt_tokens if self.total_prompt_tokens else 0.0
 
     group_index: int | None = None
     """Running number of the prompt group, set by the data source."""
@@ -125,8 +141,8 @@ class Sample:
         """Shallow copy of all attributes; status becomes its string, the two infos become dicts."""
         data = dict(self.__dict__)
         data["status"] = self.status.value
-        data["spec_info"] = dict(self.spec_info.__dict__)
-        data["prefix_cache_info"] = dict(self.prefix_cache_info.__dict__)
+        data["spec_info"] = self.spec_info.to_dict()
+        data["prefix_cache_info"] = self.prefix_cache_info.to_dict()
         return data
 
     @staticmethod
@@ -136,8 +152,8 @@ class Sample:
         kwargs = {key: value for key, value in data.items() if key in known}
         if "status" in kwargs:
             kwargs["status"] = Sample.Status(kwargs["status"])
-        kwargs["spec_info"] = SpecInfo(**(data.get("spec_info") or {}))
-        kwargs["prefix_cache_info"] = PrefixCacheInfo(**(data.get("prefix_cache_info") or {}))
+        kwargs["spec_info"] = Sample.SpecInfo.from_dict(data.get("spec_info") or {})
+        kwargs["prefix_cache_info"] = Sample.PrefixCacheInfo.from_dict(data.get("prefix_cache_info") or {})
         sample = Sample(**kwargs)
         for key in data.keys() - known:
             setattr(sample, key, data[key])

@@ -223,3 +223,7 @@ def test_f1():
     assert f1_score("yes", "yes it is") == (0.0, 0.0, 0.0)
     assert f1_score(None, "x") == (0.0, 0.0, 0.0)
     assert f1_score("Yes.", "yes")[0] == 1.0
+
+
+def test_no_answer_equals_nothing() -> None:
+    assert not grade_answer_sympy(None, "2") and not grade_answer_mathd(None, "2") and not grade_answer_mathd(None, "")

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from slime.utils.eval_config import EvalDatasetConfig, build_eval_dataset_configs, ensure_dataset_list
 
@@ -82,3 +83,8 @@ def test_cache_key_follows_what_is_loaded() -> None:
     assert build({}).cache_key == build({"temperature": 0.3}).cache_key
     for change in ({"path": "other"}, {"input_key": "q"}, {"apply_chat_template_kwargs": {"a": 1}}):
         assert build(change).cache_key != build({}).cache_key
+
+
+def test_datasets_may_come_from_omegaconf() -> None:
+    entries = ensure_dataset_list(OmegaConf.create([{"name": "a", "path": "p"}]))
+    assert entries == [{"name": "a", "path": "p"}]

@@ -129,3 +129,17 @@ def test_run_passes_errors_on_and_refuses_its_own_thread() -> None:
         async_utils.run(fail())
     with pytest.raises(RuntimeError, match="await the coroutine"):
         async_utils.run(nested())
+
+
+def test_singletons_are_forgotten_by_class_or_all() -> None:
+    class One(metaclass=SingletonMeta):
+        pass
+
+    class Two(metaclass=SingletonMeta):
+        pass
+
+    one, two = One(), Two()
+    SingletonMeta.clear_instances(One)
+    assert One() is not one and Two() is two
+    One.clear_instances()
+    assert Two() is not two

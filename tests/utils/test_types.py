@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.utils.types import MultimodalTypes, PrefixCacheInfo, Sample, SpecInfo
+from slime.utils.types import MultimodalTypes, Sample
 
 
 def b64(values: list[int]) -> str:
@@ -93,7 +93,7 @@ def test_terminal_info_can_be_left_alone_and_speculation_needs_its_flag() -> Non
     sample.append_response_tokens(tokens=[2], log_probs=[-1.0], meta_info=meta, update_terminal_info=False)
     assert sample.status is Sample.Status.PENDING and sample.weight_versions == []
     sample.append_response_tokens(meta_info=meta)
-    assert sample.status is Sample.Status.COMPLETED and sample.spec_info == SpecInfo()
+    assert sample.status is Sample.Status.COMPLETED and sample.spec_info == Sample.SpecInfo()
 
 
 def test_unknown_finish_reason_is_an_error() -> None:
@@ -166,14 +166,14 @@ def test_lengths_always_agree(parts: list[tuple[list[int], bool]]) -> None:
 
 
 def test_dict_round_trip_keeps_extra_attributes_and_input() -> None:
-    sample = Sample(index=3, status=Sample.Status.FAILED, prefix_cache_info=PrefixCacheInfo(1, 2))
+    sample = Sample(index=3, status=Sample.Status.FAILED, prefix_cache_info=Sample.PrefixCacheInfo(1, 2))
     sample.source = "gsm8k"  # type: ignore[attr-defined]
     data = sample.to_dict()
     assert data["status"] == "failed" and data["prefix_cache_info"] == {"cached_tokens": 1, "total_prompt_tokens": 2}
     frozen = copy.deepcopy(data)
     back = Sample.from_dict(data)
     assert data == frozen and back == sample and back.__dict__["source"] == "gsm8k"
-    assert Sample.from_dict({"spec_info": {"spec_verify_ct": 2}}).spec_info == SpecInfo(spec_verify_ct=2)
+    assert Sample.from_dict({"spec_info": {"spec_verify_ct": 2}}).spec_info == Sample.SpecInfo(spec_verify_ct=2)
     assert pickle.loads(pickle.dumps(sample)) == sample
 
 
@@ -187,3 +187,12 @@ def test_reward_value() -> None:
 def test_multimodal_types() -> None:
     assert [kind.placeholder for kind in MultimodalTypes.all()] == ["<image>", "<video>", "<audio>"]
     assert MultimodalTypes.get("video") == MultimodalTypes.VIDEO and MultimodalTypes.get("smell") is None
+
+
+def test_counters_are_nested_and_have_dicts_of_their_own() -> None:
+    spec = Sample.SpecInfo(1, 2, 3, 4)
+    assert Sample.SpecInfo.from_dict(spec.to_dict()) == spec and spec.spec_accept_rate == 0.5
+    assert Sample.PrefixCacheInfo.from_dict({"cached_tokens": 3}).to_dict() == {
+        "cached_tokens": 3,
+        "total_prompt_tokens": 0,
+    }

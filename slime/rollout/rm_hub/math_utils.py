@@ -170,8 +170,13 @@ def _parts_equal(truth: str, given: str) -> bool:
     return are_equal_under_sympy(truth, given)
 
 
-def grade_answer_sympy(given_answer: str, ground_truth: str) -> bool:
-    """Equality of two answers up to notation, part by part for tuples and intervals (same brackets, same order)."""
+def grade_answer_sympy(given_answer: str | None, ground_truth: str | None) -> bool:
+    """Equality of two answers up to notation, part by part for tuples and intervals (same brackets, same order).
+
+    False when either is None: no answer equals nothing.
+    """
+    if given_answer is None or ground_truth is None:
+        return False
     truth, given = _normalize(ground_truth), _normalize(given_answer)
     if not given:
         return False
@@ -186,9 +191,9 @@ def grade_answer_sympy(given_answer: str, ground_truth: str) -> bool:
     return all(_parts_equal(_integer_form(t), _integer_form(g)) for t, g in zip(truth_parts, given_parts, strict=True))
 
 
-def grade_answer_mathd(given_answer: str, ground_truth: str) -> bool:
-    """Equality of the MATH-normalised strings."""
-    return mathd_normalize_answer(given_answer) == mathd_normalize_answer(ground_truth)
+def grade_answer_mathd(given_answer: str | None, ground_truth: str | None) -> bool:
+    """Equality of the MATH-normalised strings; False when there is no answer (None)."""
+    return given_answer is not None and mathd_normalize_answer(given_answer) == mathd_normalize_answer(ground_truth)
 
 
 def extract_boxed_answer(solution: str) -> str | None:

@@ -30,7 +30,7 @@ from slime.utils.arguments.rollout import add_rollout_arguments
 from slime.utils.arguments.rollout_buffer import add_buffer_arguments
 from slime.utils.arguments.train import add_train_arguments
 from slime.utils.arguments.unavailable import add_unavailable_arguments
-from slime.utils.arguments.validate import slime_validate_args
+from slime.utils.arguments.validate import slime_validate_args, validate_command_line
 
 __all__ = [
     "get_slime_extra_args_provider",
@@ -93,7 +93,7 @@ def parse_args(
     args = parser.parse_strictly(argv)
     args.use_gpu = use_gpu
     try:
-        slime_validate_args(args)
+        validate_command_line(args)
         validate_sglang_args(args)
         validate_hooks(args)
     except (ValueError, FileNotFoundError, AssertionError) as error:

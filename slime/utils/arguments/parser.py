@@ -15,6 +15,10 @@ from typing import Any, NoReturn
 CONFIG_ERROR_EXIT_CODE = 2
 
 
+class FlagError(ValueError, AssertionError):
+    """Flags that exclude or need each other. Both kinds, because users of the interface catch one or the other."""
+
+
 class SlimeArgumentParser(argparse.ArgumentParser):
     """`argparse.ArgumentParser` that reports problems in one line and suggests the flag that was meant."""
 

@@ -27,6 +27,8 @@ _CRITIC_DEFAULTS: dict[str, Any] = {
     "normalize_advantages": False,
     "ref_update_interval": None,
     "save_hf": None,
+    "untie_embeddings_and_output_weights": True,  # its head has one output
+    "disable_param_buffers_cpu_backup": False,
 }
 
 
