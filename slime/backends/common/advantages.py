@@ -47,7 +47,7 @@ def compute_advantages_and_returns(args: Namespace, data: Batch, group: dist.Pro
     Raises `ValueError` when a custom function leaves them unset, or when log-probs or values that the flags ask for are missing.
     """
     data["kl"] = _token_kl(args, data)
-    if args.custom_advantage_function_path:
+    if getattr(args, "custom_advantage_function_path", None):
         load_function(args.custom_advantage_function_path)(args, data)
         if "advantages" not in data or "returns" not in data:
             raise ValueError(
@@ -56,14 +56,18 @@ def compute_advantages_and_returns(args: Namespace, data: Batch, group: dist.Pro
             )
     else:
         data["advantages"], data["returns"] = _estimate(args, data)
-    if args.use_opd:
+    if getattr(args, "use_opd", False):
+        data["advantages"] = list(data["advantages"])  # not the list of the returns
         apply_opd_kl_to_advantages(args, data, data["advantages"], _policy_log_probs(args, data))
     if args.normalize_advantages:
         data["advantages"] = _whiten(data["advantages"], data["loss_masks"], group)
 
 
 def apply_opd_kl_to_advantages(args: Namespace, data: Batch, advantages: Rows, student_log_probs: Rows | None) -> None:
-    """Store `opd_reverse_kl` = student - teacher log-prob, and subtract `opd_kl_coef` times it from the advantages."""
+    """Store `opd_reverse_kl` = student - teacher log-prob, and subtract `opd_kl_coef` times it from the entries of `advantages`.
+
+    Without `loss_masks` in the data all tokens count. Raises ValueError when teacher or student log-probs are missing.
+    """
     if data.get("teacher_log_probs") is None or student_log_probs is None:
         lacking = "teacher_log_probs" if student_log_probs is not None else "log_probs of the policy"
         raise ValueError(
@@ -71,9 +75,10 @@ def apply_opd_kl_to_advantages(args: Namespace, data: Batch, advantages: Rows, s
             "slime.rollout.on_policy_distillation.reward_func and --custom-reward-post-process-path "
             "slime.rollout.on_policy_distillation.post_process_rewards"
         )
-    gaps = ppo_utils.get_opd_reverse_kl(student_log_probs, data["teacher_log_probs"], data["loss_masks"])
+    masks = data.get("loss_masks") or [torch.ones_like(row) for row in student_log_probs]
+    gaps = ppo_utils.get_opd_reverse_kl(student_log_probs, data["teacher_log_probs"], masks)
     data["opd_reverse_kl"] = gaps
-    data["advantages"] = [row - args.opd_kl_coef * gap for row, gap in zip(advantages, gaps, strict=True)]
+    advantages[:] = [row - args.opd_kl_coef * gap for row, gap in zip(advantages, gaps, strict=True)]
 
 
 def _estimate(args: Namespace, data: Batch) -> tuple[Rows, Rows]:
@@ -128,7 +133,7 @@ def _whiten(rows: Rows, masks: Rows, group: dist.ProcessGroup | None) -> Rows:
 
 
 def _policy_log_probs(args: Namespace, data: Batch) -> Rows | None:
-    return data.get("rollout_log_probs") if args.use_rollout_logprobs else data.get("log_probs")
+    return data.get("rollout_log_probs") if getattr(args, "use_rollout_logprobs", False) else data.get("log_probs")
 
 
 def _token_kl(args: Namespace, data: Batch) -> Rows:
@@ -136,7 +141,7 @@ def _token_kl(args: Namespace, data: Batch) -> Rows:
     policy, reference = _policy_log_probs(args, data), data.get("ref_log_probs")
     masks = data["loss_masks"]
     if policy is None or reference is None:
-        return [torch.zeros_like(mask_R) for mask_R in masks]
+        return [torch.zeros_like(mask_R, dtype=torch.float32) for mask_R in masks]
     rows = zip(policy, reference, masks, strict=True)
     # The engine's log-probs may be anything at tokens that are not trained, the trainer's are 0 there.
     return [
