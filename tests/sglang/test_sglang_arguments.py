@@ -89,3 +89,16 @@ def test_both_spellings_of_a_size_agree_and_missing_ones_stay_missing() -> None:
 
 def test_ipv6_router_gets_brackets() -> None:
     assert parse("--sglang-router-ip", "::1", "--sglang-router-port", "3000").sglang_router_ip == "[::1]"
+
+
+def test_the_rules_of_the_interface_look_at_no_file_and_no_port() -> None:
+    args = argparse.Namespace(rollout_num_gpus_per_engine=1, sglang_router_ip="fe80::1")
+    validate_args(args)
+    assert args.sglang_router_ip == "[fe80::1]" and args.sglang_tp_size == 1
+    both = {"sglang_config": "/nowhere.yaml", "prefill_num_servers": 1, "rollout_num_gpus_per_engine": 1}
+    for kind in (ValueError, AssertionError):
+        with pytest.raises(kind, match="exclude each other"):
+            validate_args(argparse.Namespace(**both))
+    external = {"rollout_external": True, "prefill_num_servers": 1, "rollout_num_gpus_per_engine": 1}
+    with pytest.raises(ValueError, match="the engines exist"):
+        validate_args(argparse.Namespace(**external))

@@ -20,6 +20,7 @@ from typing import Any
 from slime.backends.sglang_utils.owned_process import check_port_free
 from slime.backends.sglang_utils.server import default_cpu_options
 from slime.backends.sglang_utils.sglang_config import resolve_sglang_config
+from slime.utils.arguments.parser import FlagError
 
 logger = logging.getLogger(__name__)
 
@@ -184,38 +185,47 @@ def validate_sglang_args(args: argparse.Namespace) -> None:
     for flag in ("sglang_server_concurrency", "sglang_startup_timeout_secs", "sglang_router_request_timeout_secs"):
         if getattr(args, flag, 1) <= 0:
             raise ValueError(f"--{flag.replace('_', '-')} is {getattr(args, flag)}: give a number above 0")
+    _check_router_port(args)
+    validate_args(args)
+    _read_models(args)
+
+
+# The name of the public interface.
+def validate_args(args: argparse.Namespace) -> None:
+    """The rules of the public interface, without a look at files and ports. Sets `args.sglang_tp_size`; an IPv6 router gets `[...]`.
+
+    Raises ValueError for flags that exclude each other, AssertionError for parallel sizes that do not fit.
+    """
+    ip = getattr(args, "sglang_router_ip", None)
+    if ip is not None and ":" in ip.strip("[]"):
+        args.sglang_router_ip = f"[{ip.strip('[]')}]"
+    _validate_parallel_sizes(args)
+    config, prefill = getattr(args, "sglang_config", None), getattr(args, "prefill_num_servers", None)
+    if config is not None and prefill is not None:
+        raise FlagError("--sglang-config and --prefill-num-servers exclude each other: list the groups in the file")
+    if getattr(args, "rollout_external", False) and (config is not None or prefill is not None):
+        raise FlagError("--rollout-external-engine-addrs: the engines exist, --sglang-config cannot shape them")
+
+
+def _check_router_port(args: argparse.Namespace) -> None:
     ip, port = getattr(args, "sglang_router_ip", None), getattr(args, "sglang_router_port", None)
     if ip is not None and port is None:
         raise ValueError(f"--sglang-router-ip {ip} needs --sglang-router-port as well")
-    if ip is not None and ":" in ip.strip("[]"):
-        args.sglang_router_ip = f"[{ip.strip('[]')}]"
     starts_router = ip is None and not getattr(args, "debug_train_only", False)
     if starts_router and port is not None:
         try:
             check_port_free("127.0.0.1", port)
         except ValueError as error:
             raise ValueError(f"--sglang-router-port {port}: {error}") from None
-    _validate_parallel_sizes(args)
-    _validate_models(args)
 
 
-def _validate_models(args: argparse.Namespace) -> None:
+def _read_models(args: argparse.Namespace) -> None:
     """Reads `--sglang-config` now, so that a mistake in it is found before anything starts."""
     config, prefill = getattr(args, "sglang_config", None), getattr(args, "prefill_num_servers", None)
-    if config is not None and prefill is not None:
-        raise ValueError("--sglang-config and --prefill-num-servers exclude each other: list the groups in the file")
-    if getattr(args, "rollout_external", False) and (config is not None or prefill is not None):
-        raise ValueError("--rollout-external-engine-addrs: the engines exist, --sglang-config cannot shape them")
     if config is not None or prefill is not None:
         models = resolve_sglang_config(args).models
         if not any(model.update_weights for model in models) and not args.debug_rollout_only:
             logger.warning("--sglang-config %s: no model has update_weights, so none follows the trainer", config)
-
-
-# The name of the public interface.
-def validate_args(args: argparse.Namespace) -> None:
-    """See `validate_sglang_args`."""
-    validate_sglang_args(args)
 
 
 def _validate_parallel_sizes(args: argparse.Namespace) -> None:

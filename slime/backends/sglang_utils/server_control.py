@@ -23,9 +23,11 @@ from typing import Any
 import httpx
 
 from slime.backends.sglang_utils.errors import EngineError
+from slime.utils.engine_abort import ABORT_INTERVAL_S as ABORT_RETRY_INTERVAL_SECONDS
 from slime.utils.engine_abort import abort_server_until_idle, abort_servers_until_idle, num_requests_from_load
 
 __all__ = [
+    "ABORT_RETRY_INTERVAL_SECONDS",
     "abort_all",
     "abort_server_until_idle",
     "abort_servers_until_idle",
