@@ -63,21 +63,23 @@ def compute_advantages_and_returns(args: Namespace, data: Batch, group: dist.Pro
         data["advantages"] = _whiten(data["advantages"], data["loss_masks"], group)
 
 
-def apply_opd_kl_to_advantages(args: Namespace, data: Batch, advantages: Rows, student_log_probs: Rows | None) -> None:
+def apply_opd_kl_to_advantages(
+    args: Namespace, rollout_data: Batch, advantages: Rows, student_log_probs: Rows | None
+) -> None:
     """Store `opd_reverse_kl` = student - teacher log-prob, and subtract `opd_kl_coef` times it from the entries of `advantages`.
 
     Without `loss_masks` in the data all tokens count. Raises ValueError when teacher or student log-probs are missing.
     """
-    if data.get("teacher_log_probs") is None or student_log_probs is None:
+    if rollout_data.get("teacher_log_probs") is None or student_log_probs is None:
         lacking = "teacher_log_probs" if student_log_probs is not None else "log_probs of the policy"
         raise ValueError(
             f"--use-opd: the rollout data hold no {lacking}; set Sample.teacher_log_probs, for instance with --custom-rm-path "
             "slime.rollout.on_policy_distillation.reward_func and --custom-reward-post-process-path "
             "slime.rollout.on_policy_distillation.post_process_rewards"
         )
-    masks = data.get("loss_masks") or [torch.ones_like(row) for row in student_log_probs]
-    gaps = ppo_utils.get_opd_reverse_kl(student_log_probs, data["teacher_log_probs"], masks)
-    data["opd_reverse_kl"] = gaps
+    masks = rollout_data.get("loss_masks") or [torch.ones_like(row) for row in student_log_probs]
+    gaps = ppo_utils.get_opd_reverse_kl(student_log_probs, rollout_data["teacher_log_probs"], masks)
+    rollout_data["opd_reverse_kl"] = gaps
     advantages[:] = [row - args.opd_kl_coef * gap for row, gap in zip(advantages, gaps, strict=True)]
 
 
