@@ -33,10 +33,11 @@ _FIRST, _LAST = "al be co di el fa gi ho".split(), "ba dor fin gus kim lea mus n
 NAMES = [first + last for first in _FIRST for last in _LAST]
 NUMBERS = range(100, 300)  # all of three digits: "1 17" and "11 7" would be the same answer
 UNKNOWN = "none"
-# Wordings of a fact, with the chance that the scripted reader overlooks it although it was asked for.
-OVERLOOKED = {"has": 0.03, "keeps": 0.08, "hides": 0.85}
+# Wordings of a fact, with the chance that the scripted reader overlooks it although it was asked for; half of the facts have
+# the last one.
+OVERLOOKED = {"has": 0.03, "keeps": 0.08, "hides": 0.65}
 WORDINGS, NOTE = tuple(OVERLOOKED), "has"
-MISTAKEN = 0.25
+MISTAKEN = 0.35
 """Share of the warm start's readings that begin with a wrong number for one of the names."""
 TOKENS_PER_FACT, FACTS_PER_CHUNK = 4, 25
 TWO_FACTS = 0.4
@@ -115,7 +116,7 @@ def make_problem(
 
 
 def _draw_fact(name: str, rng: random.Random) -> Fact:
-    return Fact(name, rng.choice(WORDINGS), str(rng.choice(NUMBERS)))
+    return Fact(name, rng.choice([*WORDINGS, WORDINGS[-1]]), str(rng.choice(NUMBERS)))
 
 
 class ReadingWriter:
