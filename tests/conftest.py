@@ -27,6 +27,7 @@ ONE_AFTER_THE_OTHER = {"e2e", "fsdp", "megatron"}
 """Folders of `tests/` whose tests start several ranks or whole programs."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Under `-n N --dist loadgroup` one worker has all tests that start servers, ranks or programs; the others have the rest."""
     for item in items:
