@@ -12,8 +12,7 @@ Invariants:
 * Every document has a random stream of its own; the held-out files ask the same questions at every length, so that accuracies
   at two lengths differ by the length alone.
 * The scripted reader overlooks one wording of a fact more often than not: greedy decoding of the warm-started model misses
-  it, while sampling still finds it. What is in the memory is never lost, and no number is ever invented; but some
-  scripted readings begin with wrong numbers, and a fact always replaces what contradicts it.
+  it, while sampling still finds it. What is in the memory is never lost, and no number is ever invented.
 
 Left out: rendering to tokens and training (slime's SFT path does both).
 """
@@ -22,7 +21,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,11 +32,9 @@ _FIRST, _LAST = "al be co di el fa gi ho".split(), "ba dor fin gus kim lea mus n
 NAMES = [first + last for first in _FIRST for last in _LAST]
 NUMBERS = range(100, 300)  # all of three digits: "1 17" and "11 7" would be the same answer
 UNKNOWN = "none"
-# Wordings of a fact, with the chance that the scripted reader overlooks it although it was asked for and nothing was known.
-OVERLOOKED = {"has": 0.03, "keeps": 0.08, "hides": 0.8}
+# Wordings of a fact, with the chance that the scripted reader overlooks it although it was asked for.
+OVERLOOKED = {"has": 0.03, "keeps": 0.08, "hides": 0.65}
 WORDINGS, NOTE = tuple(OVERLOOKED), "has"
-MISTAKEN = 0.3
-"""Share of the names for which a reading of the warm start begins with a wrong number."""
 TOKENS_PER_FACT, FACTS_PER_CHUNK = 4, 25
 TWO_FACTS = 0.4
 """Share of questions that need two facts."""
@@ -127,11 +124,10 @@ class ReadingWriter:
 
     def rows(self, problem: Problem, faultless: bool = False) -> Iterator[dict[str, Any]]:
         """A scripted reading: one row a chunk, then the answer from the last memory."""
-        known = self._mistaken(problem.names)
-        memory = memory_of(problem.names, known) if known else self.prompts.no_memory
+        known: dict[str, str] = {}
+        memory = self.prompts.no_memory
         for chunk in problem.chunks:
-            asked = (fact for fact in chunk if fact.name in problem.names)
-            known |= {fact.name: fact.number for fact in asked if faultless or self._notices(fact, known)}
+            known |= self._noticed(problem.names, chunk, faultless)
             slots = {"question": problem.question, "memory": memory, "chunk": text_of(chunk)}
             memory = memory_of(problem.names, known)
             yield self._row("memory", memory, **slots)
@@ -139,12 +135,10 @@ class ReadingWriter:
         reply = self.prompts.answer_prefill + numbers + "}"
         yield self._row("answer", reply, question=problem.question, memory=memory)
 
-    def _mistaken(self, names: Iterable[str]) -> dict[str, str]:
-        return {name: str(self.rng.choice(NUMBERS)) for name in names if self.rng.random() < MISTAKEN}
-
-    def _notices(self, fact: Fact, known: dict[str, str]) -> bool:
-        """What contradicts the memory is never overlooked."""
-        return fact.name in known or self.rng.random() >= OVERLOOKED[fact.wording]
+    def _noticed(self, names: Sequence[str], chunk: Iterable[Fact], faultless: bool) -> dict[str, str]:
+        asked = [fact for fact in chunk if fact.name in names]
+        seen = [fact for fact in asked if faultless or self.rng.random() >= OVERLOOKED[fact.wording]]
+        return {fact.name: fact.number for fact in seen}
 
     def _row(self, role: str, reply: str, **slots: str) -> dict[str, Any]:
         return {"prompt": [*self.prompts.messages(role, **slots), {"role": "assistant", "content": reply}]}

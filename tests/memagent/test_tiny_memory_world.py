@@ -70,44 +70,20 @@ def test_a_faultless_reading_is_right_and_fits_the_budgets() -> None:
         assert reward_of("em", answer, [problem.label], 300) == 1.0
 
 
-def test_a_memory_is_the_last_reply_and_what_is_true_in_it_is_kept() -> None:
+def test_a_memory_is_the_last_reply_and_what_it_holds_is_kept() -> None:
     writer = tiny_world.ReadingWriter(PromptSet.load("compact"), 0)
     for number in range(40):
-        problem = tiny_world.make_problem(f"t/{number}", 6)
-        rows = list(writer.rows(problem))
+        rows = list(writer.rows(tiny_world.make_problem(f"t/{number}", 6)))
         known: set[str] = set()
         for before, after in zip(rows, rows[1:], strict=False):
             reply = before["prompt"][-1]["content"]
             assert f"\nm\n{reply}\n" in after["prompt"][0]["content"]
-            numbers = set(reply.split()[2::4])
+            numbers = set(reply.split()[2::4]) - {tiny_world.UNKNOWN}
             assert numbers >= known and len(reply.split()) % tiny_world.TOKENS_PER_FACT == 0
-            known = numbers & {fact.number for fact in problem.wanted}
+            known = numbers
 
 
-def test_a_fact_replaces_the_wrong_number_that_some_readings_begin_with() -> None:
-    writer = tiny_world.ReadingWriter(PromptSet.load("compact"), 0)
-    wrong = 0
-    for number in range(400):
-        problem = tiny_world.make_problem(f"t/{number}", 2, wanted=1)
-        first, last, _ = (row["prompt"] for row in writer.rows(problem, faultless=True))
-        wrong += f"\nm\n{writer.prompts.no_memory}\n" not in first[0]["content"]
-        assert last[-1]["content"] == tiny_world.text_of(
-            tiny_world.Fact(fact.name, tiny_world.NOTE, fact.number) for fact in problem.wanted
-        )
-    assert wrong / 400 == pytest.approx(tiny_world.MISTAKEN, abs=0.06)
-
-
-def test_what_contradicts_the_memory_is_never_overlooked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiny_world, "MISTAKEN", 1.0)
-    writer = tiny_world.ReadingWriter(PromptSet.load("compact"), 0)
-    for number in range(100):
-        problem = tiny_world.make_problem(f"t/{number}", 2)
-        *_, last, _ = (row["prompt"][-1]["content"] for row in writer.rows(problem))
-        assert is_held(last, [problem.label])
-
-
-def test_reader_overlooks_as_often_as_the_table_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiny_world, "MISTAKEN", 0.0)
+def test_reader_overlooks_as_often_as_the_table_says() -> None:
     writer = tiny_world.ReadingWriter(PromptSet.load("compact"), 0)
     seen: Counter[str] = Counter()
     asked: Counter[str] = Counter()
