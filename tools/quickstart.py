@@ -49,13 +49,17 @@ from slime.utils.data import check_prompt_file
 from slime.utils.misc import get_free_port
 
 METHODS = ("agentflow", "memagent", "toolorchestra")
-# The program that trains, and its flags, by `--schedule`.
-FULLY_ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
-SCHEDULES: dict[str, tuple[str, list[str]]] = {
-    "sync": ("train.py", []),
-    "async": ("train_async.py", []),
-    "fully-async": ("train_async.py", ["--rollout-function-path", FULLY_ASYNC, "--rollout-max-staleness", "1"]),
+FULLY_ASYNC = {
+    "rollout-function-path": "slime.rollout.fully_async_rollout.generate_rollout_fully_async",
+    "rollout-max-staleness": 1,
+    "eval-function-path": "slime.rollout.sglang_rollout.generate_rollout",
 }
+SCHEDULES: dict[str, tuple[str, dict[str, object]]] = {
+    "sync": ("train.py", {}),
+    "async": ("train_async.py", {}),
+    "fully-async": ("train_async.py", FULLY_ASYNC),
+}
+"""The program that trains, and its flags, by `--schedule`."""
 SFT_BATCH = 16
 # A server binds its port some seconds after we looked. So: below the range from which the system takes ports for outgoing
 # connections, and a random start, which keeps two runs on one machine apart.
@@ -351,8 +355,9 @@ def train_command(run: Run, documents: Mapping[str, Path], plan: MethodPlan) -> 
         "save-interval": run.save_interval,
         "save-hf": run.output / "run" / "hf_{rollout_id}",
         **({"gradient-checkpointing": None} if recipe.gradient_checkpointing else {}),
+        **more,
     }
-    return [sys.executable, str(ROOT / program), *shared_flags(run, documents, "eval"), *flags(values), *more]
+    return [sys.executable, str(ROOT / program), *shared_flags(run, documents, "eval"), *flags(values)]
 
 
 def train(run: Run) -> None:
