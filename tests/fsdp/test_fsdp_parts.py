@@ -150,6 +150,13 @@ def test_options_that_would_be_ignored_are_refused(flags: dict[str, Any], messag
         check_supported(helpers.make_args("x", **flags))
 
 
+def test_the_critic_has_a_head_of_its_own() -> None:
+    args = helpers.make_args("x", untie_embeddings_and_output_weights=True)
+    check_supported(args, "critic")
+    with pytest.raises(ValueError, match="--untie-embeddings-and-output-weights"):
+        check_supported(args)
+
+
 def test_model_directory_without_config_names_the_flag(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="--hf-checkpoint .*no config.json"):
         require_hf_dir(str(tmp_path), "--hf-checkpoint")

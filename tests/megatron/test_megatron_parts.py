@@ -45,6 +45,13 @@ def test_flags_of_a_model_script_agree_with_the_model(model: Path) -> None:
         check(helpers.make_args(model, num_layers=5, rotary_base=1e4, qk_layernorm=True))
 
 
+def test_the_critic_has_a_head_of_its_own(model: Path) -> None:
+    args = helpers.make_args(model, untie_embeddings_and_output_weights=True)
+    check_model(args, "critic")
+    with pytest.raises(AssertionError, match="--untie-embeddings-and-output-weights"):
+        check_model(args)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -54,10 +54,10 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def check_supported(args: Namespace) -> None:
-    """Raise `ValueError` naming the first flag that this back end cannot honour."""
+def check_supported(args: Namespace, role: str = "actor") -> None:
+    """Raise `ValueError` naming the first flag that this back end cannot honour for the role."""
     if not getattr(args, "balance_by_flops", False):  # which itself sets them, from the model's configuration
-        refuse_sizes(args)
+        refuse_sizes(args, role)
     for name, off in _REFUSED.items():
         value = getattr(args, name, off[0])
         if value not in off:

@@ -43,7 +43,7 @@ class FSDPTrainer(Trainer):
     def init(self, args: Namespace, role: str = "actor", with_ref: bool = False) -> int:
         """See the base class."""
         self._check_role(role)
-        check_supported(args)
+        check_supported(args, role)
         self.args = args
         self.context = init_distributed(args)
         set_seed(args.seed)

@@ -51,15 +51,18 @@ def check_supported(args: Namespace) -> None:
         )
 
 
-def check_model(args: Namespace) -> None:
+def check_model(args: Namespace, role: str = "actor") -> None:
     """What the flags say of the model and how they cut it. Raises ValueError, or AssertionError for contradictions of its config."""
     config = read_text_config(args.hf_checkpoint)
-    check_model_flags(args, config)
+    check_model_flags(args, config, role)
     _check_parallel_sizes(args, shape_of_config(config, args.hf_checkpoint))
 
 
-def check_model_flags(args: Namespace, config: dict[str, Any]) -> None:
-    """Raise AssertionError naming every size or switch of the command line that the model does not have."""
+def check_model_flags(args: Namespace, config: dict[str, Any], role: str = "actor") -> None:
+    """Raise AssertionError naming every size or switch of the command line that the model does not have.
+
+    The head of the critic is its own, whatever the model's is.
+    """
     where = f"--hf-checkpoint {args.hf_checkpoint}"
     shape, rotary = shape_of_config(config, where), rotary_of(config, where)
     known: dict[str, Any] = {name: getattr(shape, name) for name in SIZE_KEYS}
@@ -78,7 +81,7 @@ def check_model_flags(args: Namespace, config: dict[str, Any]) -> None:
         "add_qkv_bias": shape.qkv_bias,
         "qk_layernorm": shape.qk_layernorm,
         "use_rope_scaling": rotary.scaling is not None,
-        "untie_embeddings_and_output_weights": shape.untied,
+        "untie_embeddings_and_output_weights": shape.untied or role == "critic",
     }
     wrong += [f"{_flag(name)} (it has not)" for name, true in facts.items() if getattr(args, name, False) and not true]
     assert not wrong, f"{where} is another model than the flags say: {', '.join(wrong)}"

@@ -39,7 +39,7 @@ class MegatronTrainer(Trainer):
         """See the base class."""
         self._check_role(role)
         check_supported(args)
-        check_model(args)
+        check_model(args, role)
         self.args = args
         self.context = init_megatron(args)
         from megatron.core import parallel_state

@@ -96,11 +96,12 @@ def _add_size_arguments(parser: argparse.ArgumentParser) -> None:
     add("--normalization", choices=["RMSNorm"], default="RMSNorm", help="every known model has it")
 
 
-def refuse_sizes(args: argparse.Namespace) -> None:
+def refuse_sizes(args: argparse.Namespace, role: str = "actor") -> None:
     """Raise ValueError naming the first of the size flags that was given; for the FSDP backend, which does not look at them."""
     for flag in (*_SIZES, *_SWITCHES):
         value = getattr(args, flag.replace("-", "_"), None)
-        if value not in (None, False):
+        of_its_own = role == "critic" and flag == "untie-embeddings-and-output-weights"  # the critic's head is
+        if value not in (None, False) and not of_its_own:
             raise ValueError(
                 f"--{flag}={value} is not available with --train-backend fsdp, only with megatron; remove it"
             )
