@@ -2,7 +2,8 @@
 
 Inputs: dumps of `save_debug_rollout_data` whose samples carry `metadata["trace"]` (role calls in order: role, text) and
 `train_metadata["turns"]` (the policy's calls: tokens, response_length, loss_mask, role, text). Invariant: both episodes
-are the same evaluation problem. Leaves out: samples without a trace, which show only question and reward.
+are the same evaluation problem. A sample without a trace is shown as one row of tokens, in which those that the policy did
+not generate (tool results) count as read.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def load_eval_episodes(folder: Path, rollout_ids: tuple[int, int], n_eval: int, 
     before, after = (load_debug_rollout_data(template, rollout_id=i)[:n_eval] for i in rollout_ids)
     gained = [i for i, (b, a) in enumerate(zip(before, after, strict=True)) if _score(a) > _score(b)]
     # The longest episode tells most.
-    chosen = max(gained, key=lambda i: len(after[i].metadata.get("trace", [])), default=0)
+    chosen = max(gained, key=lambda i: (len(after[i].metadata.get("trace", [])), after[i].response_length), default=0)
     tokenizer = load_tokenizer(str(model))
     return [_episode(title, dump[chosen], tokenizer) for title, dump in (("Before", before), ("After", after))]
 
@@ -44,8 +45,16 @@ def _episode(title: str, sample: Sample, tokenizer: Any) -> Episode:
         if turns and (turns[0]["role"], turns[0]["text"]) == (entry["role"], entry["text"]):
             pieces = _pieces(turns.pop(0), tokenizer)
         calls.append(Call(entry.get("tool_name") or entry["role"], entry["text"], pieces))
+    if not calls and sample.tokens:
+        calls = [Call("policy", sample.response, _row(sample, tokenizer))]
     question = sample.metadata.get("question") or str(sample.prompt)
     return Episode(title, question, str(sample.label), _score(sample), tuple(calls))
+
+
+def _row(sample: Sample, tokenizer: Any) -> tuple[Piece, ...]:
+    mask = sample.loss_mask or [1] * sample.response_length
+    kinds = ["prompt"] * (len(sample.tokens) - len(mask)) + ["trained" if kept else "prompt" for kept in mask]
+    return tuple(Piece(tokenizer.decode([t]), kind) for t, kind in zip(sample.tokens, kinds, strict=True))
 
 
 def _pieces(turn: dict[str, Any], tokenizer: Any) -> tuple[Piece, ...]:
