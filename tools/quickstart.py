@@ -23,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, fields
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
@@ -156,8 +157,8 @@ def claim_folder(run: Run, move_aside: bool) -> None:
     record = run.output / "run.json"
     wanted = {"model": run.model, "data": str(run.data), "num_rollout": run.num_rollout, "seed": run.seed}
     wanted |= {"settings": run.settings} if run.settings else {}
-    usual = {"train_backend": "fsdp", "schedule": "sync"}
-    wanted |= {name: getattr(run, name) for name, value in usual.items() if getattr(run, name) != value}
+    choices = [field for field in fields(Run) if field.default is not MISSING]
+    wanted |= {field.name: value for field in choices if (value := getattr(run, field.name)) != field.default}
     if record.exists() and json.loads(record.read_text()) != wanted:
         if not move_aside:
             raise ValueError(

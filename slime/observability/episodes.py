@@ -54,10 +54,14 @@ def _episode(title: str, sample: Sample, tokenizer: Any) -> Episode:
 def _row(sample: Sample, tokenizer: Any) -> tuple[Piece, ...]:
     mask = sample.loss_mask or [1] * sample.response_length
     kinds = ["prompt"] * (len(sample.tokens) - len(mask)) + ["trained" if kept else "prompt" for kept in mask]
-    return tuple(Piece(tokenizer.decode([t]), kind) for t, kind in zip(sample.tokens, kinds, strict=True))
+    return _decoded(sample.tokens, kinds, tokenizer)
 
 
 def _pieces(turn: dict[str, Any], tokenizer: Any) -> tuple[Piece, ...]:
     prompt = len(turn["tokens"]) - turn["response_length"]
     kinds = ["prompt"] * prompt + ["trained" if m and turn["trained"] else "masked" for m in turn["loss_mask"]]
-    return tuple(Piece(tokenizer.decode([t]), kind) for t, kind in zip(turn["tokens"], kinds, strict=True))
+    return _decoded(turn["tokens"], kinds, tokenizer)
+
+
+def _decoded(tokens: list[int], kinds: list[str], tokenizer: Any) -> tuple[Piece, ...]:
+    return tuple(Piece(tokenizer.decode([t]), kind) for t, kind in zip(tokens, kinds, strict=True))

@@ -233,11 +233,10 @@ async def _ask_engine(args: Namespace, payload: dict[str, Any], headers: dict[st
 
 
 def merge_output(args: Namespace, sample: Sample, input_ids: list[int], output: dict[str, Any]) -> None:
-    """Appends what the engine returned for `input_ids` to the sample; logs a warning when it counted other prompt tokens."""
+    """Appends what the engine returned for `input_ids` to the sample. Raises ValueError when it read other ids."""
     meta = output["meta_info"]
     if meta.get("prompt_tokens", len(input_ids)) != len(input_ids):
-        # An engine that counts otherwise is no reason to end a run; one that reads otherwise shows in the log-prob difference.
-        logger.warning("sent %d prompt tokens, the engine counted %s", len(input_ids), meta["prompt_tokens"])
+        raise ValueError(f"sent {len(input_ids)} prompt tokens, the engine read {meta['prompt_tokens']}")
     generated = meta.get("output_token_logprobs") or []  # empty when aborted while queued
     sample.tokens = list(input_ids)
     sample.append_response_tokens(
